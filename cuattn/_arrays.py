@@ -1,0 +1,124 @@
+"""Where arrays live, and views of foreign arrays. CuPy is imported only when a GPU array turns up."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from . import _plan
+
+# A NumPy array, a CuPy array, or any object that speaks DLPack or __cuda_array_interface__.
+Array: TypeAlias = Any
+
+# Device types of the DLPack specification: CPU; CUDA, CUDA host, CUDA managed memory.
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 3, 13)
+
+
+def import_cupy() -> Any:  # noqa: ANN401  CuPy has no types
+    """Return the `cupy` module, or say how to get it."""
+    try:
+        import cupy
+    except ImportError as error:
+        msg = "arrays on a GPU need CuPy: pip install 'cuattn[cuda13]' (or 'cuattn[cuda12]' for a CUDA 12 driver)"
+        raise ImportError(msg) from error
+    return cupy
+
+
+def is_gpu(array: Array) -> bool:
+    """Whether an array returned by `as_array` lies on a GPU."""
+    return not isinstance(array, np.ndarray)
+
+
+def as_array(name: str, x: Array) -> Array:
+    """View `x` as a NumPy array, or as a CuPy array if it lies on a GPU; nothing is copied.
+
+    DLPack is preferred to ``__cuda_array_interface__``: it orders the streams without a host synchronization and knows
+    bfloat16.
+
+    Parameters
+    ----------
+    name : str
+        Argument, for the message.
+    x : array
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+
+    Raises
+    ------
+    TypeError
+        If `x` is not an array.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    if "cupy" in sys.modules and isinstance(x, sys.modules["cupy"].ndarray):
+        return x
+    if hasattr(x, "__dlpack_device__"):
+        kind = int(x.__dlpack_device__()[0])
+        if kind in _DLPACK_CUDA:
+            return import_cupy().from_dlpack(x)
+        if kind == _DLPACK_CPU:
+            try:
+                return np.from_dlpack(x)
+            except (BufferError, RuntimeError) as error:
+                msg = f"{name} cannot be viewed as a NumPy array: {error}"
+                raise TypeError(msg) from error
+        msg = f"{name} lies on a device of DLPack type {kind}; accepted: CPU and CUDA memory"
+        raise TypeError(msg)
+    if hasattr(x, "__cuda_array_interface__"):
+        return import_cupy().asarray(x)
+    msg = f"{name} must be a NumPy array, a CuPy array or a GPU array that speaks DLPack, got {type(x).__name__}"
+    raise TypeError(msg)
+
+
+def place(array: Array) -> str:
+    """Return where an array lies: ``"cpu"`` or ``"cuda:0"``."""
+    return f"cuda:{array.device.id}" if is_gpu(array) else "cpu"
+
+
+def pointer(array: Array | None) -> int:
+    """Address of an array's first element, 0 for None; of a NumPy array for kernels that run on the CPU harness."""
+    if array is None:
+        return 0
+    return int(array.data.ptr) if is_gpu(array) else int(array.ctypes.data)
+
+
+@cache
+def device(ordinal: int) -> _plan.Device:
+    """Describe a CUDA device for the plans.
+
+    Parameters
+    ----------
+    ordinal : int
+
+    Returns
+    -------
+    Device
+
+    Raises
+    ------
+    RuntimeError
+        If its compute capability is below 8.0.
+    """
+    cupy = import_cupy()
+    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    major, minor = properties["major"], properties["minor"]
+    name = properties["name"].decode()
+    if major < 8:  # noqa: PLR2004  the kernels use cp.async and m16n8k16 of sm_80
+        msg = f"{name} has compute capability {major}.{minor}; cuattn needs 8.0 (Ampere) or newer"
+        raise RuntimeError(msg)
+    # Double data rate: two transfers a clock. The clock is in kHz, the bus in bits.
+    bandwidth = 2.0 * 1e3 * properties.get("memoryClockRate", 0) * properties.get("memoryBusWidth", 0) / 8
+    return _plan.Device(
+        name=name,
+        arch=_plan.arch_of(major, minor),
+        num_sms=properties["multiProcessorCount"],
+        smem_per_block=properties["sharedMemPerBlockOptin"],
+        smem_per_sm=properties["sharedMemPerMultiprocessor"],
+        bandwidth=bandwidth,
+    )

@@ -1,0 +1,232 @@
+"""`decode` and `plan_decode`: check, plan, allocate, launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _check, _jit, _merge, _params, _plan, reference
+from ._arrays import Array
+
+
+def decode(  # noqa: PLR0913  one argument for each thing that a model may want
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_len: Array,
+    *,
+    page_table: Array | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Any:  # noqa: ANN401  an array, or a pair of arrays with return_lse
+    """Attend from the newest tokens of each sequence to its cached keys and values.
+
+    Computes ``softmax(softmax_scale * q @ k.T) @ v`` for every query head over the first ``kv_len[b]`` tokens of sequence
+    ``b``. Query head ``h`` reads KV head ``h // group``, where ``group = num_qo_heads // num_kv_heads``. The new tokens' own
+    keys and values are in the cache already: with several query tokens, token ``i`` stands at position
+    ``p = kv_len[b] - seqlen_q + i``.
+
+    Parameters
+    ----------
+    q : array, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim), float16 or bfloat16
+        Queries of the newest token, or of up to 16 tokens. head_dim is 64, 96, 128, 192, 256 or 512; 1 to 64 query heads
+        share a KV head. Rows (the last axis) are contiguous and start at multiples of 16 bytes; other axes may have any
+        stride, here and in the caches and `out`.
+    k_cache, v_cache : array, shape (num_pages, page_size, num_kv_heads, head_dim), dtype of `q`
+        Keys and values. Without `page_table` page ``b`` is all of sequence ``b``: (batch, capacity, num_kv_heads,
+        head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included.
+    kv_len : array, shape (batch,), int32, or int, or sequence of int
+        Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a captured
+        CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are checked and
+        copied.
+    page_table : array, shape (batch, max_pages), int32, optional
+        Page ``page_table[b, i]`` holds tokens ``i * page_size`` and following of sequence ``b``. Any page size. Entries past
+        the last used one are not read. Entries on a GPU are not checked.
+    causal : bool, default True
+        Whether token ``i`` sees only keys up to its own position ``p``. Makes no difference for one query token.
+    window : tuple (left, right), optional
+        Keys ``p - left`` to ``p + right`` are visible, both included; None or -1 is unbounded.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``, after scaling and before masks.
+    sinks : array, shape (num_qo_heads,), float32 or dtype of `q`, optional
+        Score of one more key of each query head whose value is zero. -inf is no sink.
+    softmax_scale : float, optional
+        Default ``head_dim ** -0.5``.
+    num_splits : int, optional
+        Parts into which each sequence is cut to fill the GPU, 1 to 512. Default: chosen by `plan_decode`. The result depends
+        on it by rounding only. NumPy arrays are not split.
+    return_lse : bool, default False
+    out : array, shape and dtype of `q`, optional
+        Receives the result.
+
+    Returns
+    -------
+    out : array, shape and dtype of `q`
+        Zero for a row that sees no key.
+    lse : array, shape of `q` without head_dim, float32
+        Natural-log sum of exponentials of the scaled scores, -inf for a row that sees no key. Only if `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written then.
+    CompileError
+        If a kernel does not compile on this machine.
+
+    See Also
+    --------
+    merge : combines results over disjoint parts of the keys.
+    cuattn.reference.decode : the definition, in NumPy and float64.
+
+    Notes
+    -----
+    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack or
+    ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
+    synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from CuPy's
+    pool if there is more than one split. The same call gives the same bits every time.
+
+    A value in `v_cache` that is infinite or NaN at a key which some, but not all, of a sequence's query tokens may see
+    reaches the others too.
+
+    The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
+
+    Examples
+    --------
+    >>> out = cuattn.decode(q, k_cache, v_cache, kv_len, page_table=pages)
+    """
+    call = _check.decode(
+        q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, out=out,
+    )  # fmt: skip
+    with_lse = _check.flag("return_lse", return_lse)
+    result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
+    if np.ndim(q) == 3:  # noqa: PLR2004  without the axis of query tokens
+        result, lse = result[:, 0], None if lse is None else lse[:, 0]
+    return (result, lse) if with_lse else result
+
+
+def plan_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_len: Array = 0,
+    *,
+    page_table: Array | None = None,
+    num_splits: int | None = None,
+    device: _plan.Device | str | None = None,
+) -> _plan.DecodePlan:
+    """Say what `decode` would run for these arrays, and why; ``print`` it.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, kv_len, page_table, num_splits
+        As for `decode`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
+    device : Device or str, optional
+        GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays an
+        NVIDIA H200.
+
+    Returns
+    -------
+    DecodePlan
+        Config, grid, splits and their reason, workspace, bytes and FLOPs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `decode`, and for an unknown device.
+    """
+    call = _check.decode(q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits)
+    _check.dtype_16bit("q", call.q)
+    return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits)
+
+
+def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
+    result, lse = reference.decode(
+        call.q, call.k_cache, call.v_cache, call.kv_len, page_table=call.page_table, causal=call.causal,
+        window=call.window, softcap=call.softcap or None, sinks=call.sinks, softmax_scale=call.softmax_scale,
+        return_lse=True,
+    )  # fmt: skip
+    out = np.empty(call.q.shape, call.q.dtype) if call.out is None else call.out
+    with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
+        out[...] = result.astype(out.dtype)
+    wide = call.q.dtype == np.float64
+    return out, lse.astype(np.float64 if wide else np.float32) if with_lse else None
+
+
+def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
+    cupy = _arrays.import_cupy()
+    q = call.q
+    ordinal = q.device.id
+    with cupy.cuda.Device(ordinal):
+        plan = _plan.decode_plan(call.problem, _arrays.device(ordinal), call.num_splits)
+        out = cupy.empty(q.shape, q.dtype) if call.out is None else call.out
+        lse = cupy.empty(q.shape[:-1], cupy.float32) if with_lse else None
+        if q.size == 0:
+            return out, lse
+        kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
+        sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
+        parts = lse_parts = None
+        if plan.num_splits > 1:
+            parts = cupy.empty(plan.out_partial_shape, cupy.float32)
+            lse_parts = cupy.empty(plan.out_partial_shape[:-1], cupy.float32)
+        kernel = _jit.kernel(plan.config, ordinal, plan.device.arch)
+        params = params_of(call, plan, out=out, lse=lse, parts=parts, lse_parts=lse_parts, kv_len=kv_len, sinks=sinks)
+        kernel.launch(plan.grid, plan.block, params)
+        if plan.num_splits > 1:
+            _merge.launch(parts, lse_parts, out, lse)
+    return out, lse
+
+
+def params_of(  # noqa: PLR0913  the arrays of one launch
+    call: _check.DecodeCall,
+    plan: _plan.DecodePlan,
+    *,
+    out: Array,
+    lse: Array | None,
+    parts: Array | None,
+    lse_parts: Array | None,
+    kv_len: Array,
+    sinks: Array | None,
+) -> np.ndarray[Any, Any]:
+    """Fill the parameters of decode.cu from arrays in one place; `lse` and the parts are contiguous."""
+    params = np.zeros(1, _params.DECODE)
+    p = params[0]
+    for name, array in (
+        ("q", call.q), ("k", call.k_cache), ("v", call.v_cache), ("out", out), ("lse", lse), ("out_partial", parts),
+        ("lse_partial", lse_parts), ("kv_len", kv_len), ("page_table", call.page_table), ("sinks", sinks),
+    ):  # fmt: skip
+        p[name] = _arrays.pointer(array)
+    for name, array, axes in (
+        ("q", call.q, ("batch", "token", "head")),
+        ("k", call.k_cache, ("page", "token", "head")),
+        ("v", call.v_cache, ("page", "token", "head")),
+        ("out", out, ("batch", "token", "head")),
+    ):
+        for axis, stride in zip(axes, array.strides, strict=False):
+            p[f"{name}_stride_{axis}"] = stride
+    p["kv_len_stride"] = kv_len.strides[0]
+    if call.page_table is not None:
+        p["page_table_stride_batch"], p["page_table_stride_page"] = call.page_table.strides
+    p["seqlen_q"] = call.q.shape[1]
+    p["num_qo_heads"] = call.q.shape[2]
+    p["group"] = plan.problem.group
+    p["page_size"] = call.k_cache.shape[1]
+    p["max_pages"] = call.max_pages
+    p["num_splits"] = plan.num_splits
+    left, right = call.window
+    # Causal is a window that ends at the query's own position.
+    p["window_left"], p["window_right"] = left, 0 if call.causal else right
+    log2_e = math.log2(math.e)
+    p["softmax_scale_log2"] = call.softmax_scale * log2_e
+    if call.softcap:
+        p["softcap_log2"] = call.softcap * log2_e
+        p["scale_over_softcap"] = call.softmax_scale / call.softcap
+    return params

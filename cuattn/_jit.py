@@ -1,0 +1,243 @@
+"""From a config to a kernel that runs: prelude, compile, disk cache, load, launch.
+
+The cubin of a config is stored under a hash of everything that it depends on (all of ``cuda_src``, prelude, options,
+architecture, NVRTC version), so an edited header or another compiler can never give a stale kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _nvrtc
+from ._nvrtc import Report
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ._plan import Config
+
+_HERE = Path(__file__).resolve().parent
+# In a wheel the sources lie inside the package, in a checkout beside it.
+CUDA_SRC = next(p for p in (_HERE / "cuda_src", _HERE.parent / "cuda_src") if (p / "decode.cu").is_file())
+
+# Larger requests need the function's attribute to be raised first.
+_DEFAULT_DYNAMIC_SMEM = 48 * 1024
+
+
+def _literal(value: object) -> tuple[str, str]:
+    """C++ type and literal of one constant of the prelude."""
+    if isinstance(value, Enum):
+        return type(value).__name__, f"{type(value).__name__}::{value.name}"
+    if isinstance(value, bool):
+        return "bool", str(value).lower()
+    return "int", str(value)
+
+
+def prelude(config: Config) -> str:
+    """Text in front of a kernel: the config as ``namespace cfg``."""
+    lines = [f"// {config!r}", '#include "common/types.cuh"', "namespace cfg {"]
+    for name, value in config.constants().items():
+        kind, text = _literal(value)
+        lines.append(f"constexpr {kind} {name} = {text};")
+    return "\n".join([*lines, "}  // namespace cfg", ""])
+
+
+def source(config: Config) -> str:
+    """Translation unit of a config."""
+    return prelude(config) + f'#include "{config.kernel}.cu"\n'
+
+
+def fingerprint(folder: Path = CUDA_SRC) -> str:
+    """SHA-256 of the names and contents of all CUDA sources."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.cu*")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cache_dir() -> Path:
+    """Folder of the compiled kernels: ``CUATTN_CACHE_DIR``, else ``cuattn`` in the user's cache folder."""
+    if folder := os.environ.get("CUATTN_CACHE_DIR"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "cuattn"
+
+
+@cache
+def _private_dir() -> Path:
+    """Folder of this process, for machines whose cache folder cannot be written."""
+    return Path(tempfile.mkdtemp(prefix="cuattn-"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A compiled config on disk.
+
+    Attributes
+    ----------
+    path : Path
+        The cubin; its name holds the hash.
+    report : Report
+        Registers, spills and shared memory, kept beside it as JSON.
+    compiled : bool
+        Whether this call compiled it, rather than finding it.
+    """
+
+    path: Path
+    report: Report
+    compiled: bool
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in one step: readers see all of it or none."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> Report | None:
+    """Report of a stored cubin, or None unless both files are there, whole and of one compilation."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+        if record["sha256"] != hashlib.sha256(path.read_bytes()).hexdigest():
+            return None
+        return Report(**record["report"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def cubin_path(config: Config, arch: str, sources: str | None = None) -> Path:
+    """Where the cubin of a config lies, or would lie, in the cache."""
+    key = "\0".join(
+        (source(config), sources or fingerprint(), *_nvrtc.OPTIONS, arch, ".".join(map(str, _nvrtc.version())))
+    )
+    return cache_dir() / arch / f"{config.kernel}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+
+
+def build(config: Config, arch: str) -> Cubin:
+    """Return the cubin of a config, compiled unless the cache has it.
+
+    Safe between threads and processes: whoever comes second replaces a file by an equal one.
+
+    Parameters
+    ----------
+    config : DecodeConfig or MergeConfig
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+
+    Returns
+    -------
+    Cubin
+
+    Raises
+    ------
+    CompileError
+        If NVRTC refuses the source.
+    """
+    path = cubin_path(config, arch)
+    if (report := _read(path)) is not None:
+        return Cubin(path, report, compiled=False)
+    text = source(config)
+    result = _nvrtc.compile_cubin(text, name=f"{config.kernel}.config.cu", arch=arch, include=CUDA_SRC, config=repr(config))
+    record = {
+        "config": repr(config),
+        "arch": arch,
+        "nvrtc": _nvrtc.version(),
+        "sha256": hashlib.sha256(result.cubin).hexdigest(),
+        "report": result.report.as_dict(),
+    }
+    if dump := os.environ.get("CUATTN_DUMP"):
+        _store(Path(dump) / arch / path.name, result, record, extra={".cu": text, ".log": result.log})
+    try:
+        _store(path, result, record)
+    except OSError:
+        path = _private_dir() / path.name
+        _store(path, result, record)
+    return Cubin(path, result.report, compiled=True)
+
+
+def _store(
+    path: Path, result: _nvrtc.Compiled, record: dict[str, object], extra: dict[str, str] | None = None
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (extra or {}).items():
+        _write(path.with_suffix(suffix), text.encode())
+    _write(path, result.cubin)
+    _write(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+
+
+class Kernel:
+    """A kernel loaded on one device.
+
+    Attributes
+    ----------
+    config : DecodeConfig or MergeConfig
+    report : Report
+        Registers, spills and static shared memory.
+    """
+
+    def __init__(self, config: Config, cubin: Cubin) -> None:
+        import cupy
+
+        self.config = config
+        self.report = cubin.report
+        module = cupy.RawModule(path=str(cubin.path))
+        function = module.get_function(f"{config.kernel}_kernel")
+        if config.smem_bytes > _DEFAULT_DYNAMIC_SMEM:
+            function.max_dynamic_shared_size_bytes = config.smem_bytes
+        self._function = function
+
+    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
+        """Launch on the current stream of the current device.
+
+        Parameters
+        ----------
+        grid, block : tuple of int
+        params : numpy.ndarray, size 1, a dtype of `_params`
+            Passed by value.
+        """
+        self._function(grid, block, (params,), shared_mem=self.config.smem_bytes)
+
+
+_kernels: dict[tuple[Config, int], Kernel] = {}
+_lock = threading.Lock()
+_building: dict[tuple[Config, int], threading.Lock] = {}
+
+
+def kernel(config: Config, device: int, arch: str) -> Kernel:
+    """Return the kernel of a config on the current device, compiling and loading it the first time.
+
+    Parameters
+    ----------
+    config : DecodeConfig or MergeConfig
+    device : int
+        Ordinal of the current device; a loaded module belongs to one device.
+    arch : str
+        Its architecture.
+
+    Returns
+    -------
+    Kernel
+    """
+    key = (config, device)
+    if (found := _kernels.get(key)) is not None:
+        return found
+    with _lock:
+        lock = _building.setdefault(key, threading.Lock())
+    with lock:  # one thread builds, the others wait for it; other kernels are not held up
+        if (found := _kernels.get(key)) is None:
+            found = _kernels[key] = Kernel(config, build(config, arch))
+    return found

@@ -1,0 +1,109 @@
+"""`merge`: combine partial results over disjoint keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _check, _jit, _params, _plan, reference
+from ._arrays import Array
+
+
+def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -> tuple[Array, Array]:
+    """Combine attention results over disjoint sets of keys into the result over all of them.
+
+    Computes ``lse = log(sum(exp(lse_partial)))`` and ``out = sum(exp(lse_partial - lse) * out_partial)`` over the parts.
+
+    Parameters
+    ----------
+    out_partial : array, shape (num_parts, ..., num_qo_heads, head_dim), float16, bfloat16 or float32
+        Normalized result of each part; three to five axes. Rows (the last axis) are contiguous and start at multiples of 16
+        bytes.
+    lse_partial : array, shape (num_parts, ..., num_qo_heads), float32
+        Natural-log lse of each part. A part with -inf saw no key: its `out_partial` may hold anything, NaN included.
+    out : array, shape (..., num_qo_heads, head_dim), optional
+        Receives the result; dtype of `out_partial`, or float16 or bfloat16 for float32 parts.
+
+    Returns
+    -------
+    out : array, shape (..., num_qo_heads, head_dim)
+        Zero where every part is empty.
+    lse : array, shape (..., num_qo_heads), float32
+        Natural log; -inf where every part is empty.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written then.
+
+    See Also
+    --------
+    decode : with ``return_lse=True`` gives such parts.
+    cuattn.reference.merge : the definition, in NumPy and float64.
+
+    Notes
+    -----
+    A sink must be in one part only. NumPy arrays run the reference on the CPU; GPU arrays run the kernel on their device
+    and its current CuPy stream. The parts are summed in a fixed order: the same call gives the same bits.
+
+    Examples
+    --------
+    >>> prefix = cuattn.decode(q, k_prefix, v_prefix, prefix_len, causal=False, return_lse=True)
+    >>> suffix = cuattn.decode(q, k_suffix, v_suffix, suffix_len, return_lse=True)
+    >>> out, lse = cuattn.merge(*(cupy.stack(x) for x in zip(prefix, suffix)))
+    """
+    out_partial, lse_partial, out = _check.merge(out_partial, lse_partial, out)
+    if not _arrays.is_gpu(out_partial):
+        result, lse = reference.merge(out_partial, lse_partial)
+        out = np.empty(result.shape, out_partial.dtype) if out is None else out
+        with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
+            out[...] = result.astype(out.dtype)
+        return out, lse.astype(lse_partial.dtype)
+    cupy = _arrays.import_cupy()
+    with cupy.cuda.Device(out_partial.device.id):
+        if out is None:
+            out = cupy.empty(out_partial.shape[1:], out_partial.dtype)
+        lse = cupy.empty(lse_partial.shape[1:], cupy.float32)
+        launch(out_partial, lse_partial, out, lse)
+    return out, lse
+
+
+def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> None:
+    """Launch merge.cu on checked CuPy arrays of the current device; `lse` is contiguous or None."""
+    if out.size == 0:
+        return
+    ordinal = out_partial.device.id
+    config, params = config_of(out_partial, out), params_of(out_partial, lse_partial, out, lse)
+    rows = out.size // out.shape[-1]
+    kernel = _jit.kernel(config, ordinal, _arrays.device(ordinal).arch)
+    kernel.launch((rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1), params)
+
+
+def config_of(out_partial: Array, out: Array) -> _plan.MergeConfig:
+    """Config of merge.cu for these arrays."""
+    return _plan.MergeConfig(_plan.Dtype(out_partial.dtype.name), _plan.Dtype(out.dtype.name), out.shape[-1])
+
+
+def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> np.ndarray[Any, Any]:
+    """Fill the parameters of merge.cu from arrays in one place."""
+
+    def padded(sizes: tuple[int, ...], fill: int) -> tuple[int, ...]:
+        """Sizes or strides of (dim0, dim1, heads): missing leading axes are `fill`."""
+        return (fill,) * (3 - len(sizes)) + sizes
+
+    params = np.zeros(1, _params.MERGE)
+    p = params[0]
+    for name, array in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out), ("lse", lse)):
+        p[name] = _arrays.pointer(array)
+    for name, strides in (
+        ("out_partial", out_partial.strides[1:-1]),
+        ("lse_partial", lse_partial.strides[1:]),
+        ("out", out.strides[:-1]),
+    ):
+        for axis, stride in zip(("dim0", "dim1", "head"), padded(strides, 0), strict=True):
+            p[f"{name}_stride_{axis}"] = stride
+    p["out_partial_stride_part"], p["lse_partial_stride_part"] = out_partial.strides[0], lse_partial.strides[0]
+    p["num_parts"] = out_partial.shape[0]
+    _, p["dim1"], p["heads"] = padded(out.shape[:-1], 1)
+    return params

@@ -1,0 +1,77 @@
+"""NumPy mirrors of the kernels' parameter structs, field for field as in ``cuda_src/common/params.cuh``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_POINTER = np.uint64
+_I64 = np.int64
+_I32 = np.int32
+_F32 = np.float32
+
+
+def _struct(**fields: type[np.generic]) -> np.dtype[np.void]:
+    return np.dtype([(name, kind) for name, kind in fields.items()], align=True)
+
+
+DECODE = _struct(
+    q=_POINTER,
+    k=_POINTER,
+    v=_POINTER,
+    out=_POINTER,
+    lse=_POINTER,
+    out_partial=_POINTER,
+    lse_partial=_POINTER,
+    kv_len=_POINTER,
+    page_table=_POINTER,
+    sinks=_POINTER,
+    q_stride_batch=_I64,
+    q_stride_token=_I64,
+    q_stride_head=_I64,
+    k_stride_page=_I64,
+    k_stride_token=_I64,
+    k_stride_head=_I64,
+    v_stride_page=_I64,
+    v_stride_token=_I64,
+    v_stride_head=_I64,
+    out_stride_batch=_I64,
+    out_stride_token=_I64,
+    out_stride_head=_I64,
+    kv_len_stride=_I64,
+    page_table_stride_batch=_I64,
+    page_table_stride_page=_I64,
+    seqlen_q=_I32,
+    num_qo_heads=_I32,
+    group=_I32,
+    page_size=_I32,
+    max_pages=_I32,
+    num_splits=_I32,
+    window_left=_I32,
+    window_right=_I32,
+    softmax_scale_log2=_F32,
+    softcap_log2=_F32,
+    scale_over_softcap=_F32,
+    reserved=_I32,
+)
+
+MERGE = _struct(
+    out_partial=_POINTER,
+    lse_partial=_POINTER,
+    out=_POINTER,
+    lse=_POINTER,
+    out_partial_stride_part=_I64,
+    out_partial_stride_dim0=_I64,
+    out_partial_stride_dim1=_I64,
+    out_partial_stride_head=_I64,
+    lse_partial_stride_part=_I64,
+    lse_partial_stride_dim0=_I64,
+    lse_partial_stride_dim1=_I64,
+    lse_partial_stride_head=_I64,
+    out_stride_dim0=_I64,
+    out_stride_dim1=_I64,
+    out_stride_head=_I64,
+    num_parts=_I32,
+    dim1=_I32,
+    heads=_I32,
+    reserved=_I32,
+)

@@ -1,0 +1,442 @@
+"""Every tile, stage, split and shared-memory size, as pure functions of a problem and a device.
+
+Three words: a *config* holds the compile-time constants of one kernel (one cubin each), a *plan* is one launch, and the
+parameter structs (`_params`) are the kernel's arguments. Nothing here imports CuPy, so a plan for any GPU can be made
+and tested anywhere. The CUDA sources assert what is computed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from . import _params
+
+
+class Dtype(Enum):
+    """Element type; the value is the name that NumPy and ml_dtypes use."""
+
+    FP16 = "float16"
+    BF16 = "bfloat16"
+    FP32 = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is Dtype.FP32 else 2
+
+
+class KvFormat(Enum):
+    """Format of a KV cache, one policy each in ``cuda_src/kv``."""
+
+    RAW16 = "raw16"
+
+
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+MAX_GROUP = 64
+MAX_SEQLEN_Q = 16
+# Bounds the workspace (num_splits float32 copies of the output); 512 splits fill any GPU from a single KV head.
+MAX_SPLITS = 512
+# Key positions are int32 in the kernels, with room for position + window.
+MAX_KV_LEN = 2**30
+WARP = 32
+REGISTERS_PER_SM = 65536
+# CUDA's limit on gridDim.y and gridDim.z.
+MAX_GRID_YZ = 65535
+
+
+def align(n: int, to: int) -> int:
+    """Round `n` up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Quotient rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a plan needs to know of a GPU.
+
+    Attributes
+    ----------
+    name : str
+        For messages.
+    arch : str
+        NVRTC architecture, such as ``"sm_90a"``.
+    num_sms : int
+        Multiprocessors.
+    smem_per_block : int
+        Bytes of dynamic shared memory that one block may ask for.
+    smem_per_sm : int
+        Bytes of shared memory of a multiprocessor; every block also takes 1024 bytes of it.
+    bandwidth : float
+        Bytes per second of device memory, 0 if unknown; for the roof that a plan prints.
+    """
+
+    name: str
+    arch: str
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    bandwidth: float = 0.0
+
+
+KIB = 1024
+# One GPU per supported architecture, for plans without a GPU at hand and for the compile tests. Shared memory: CUDA
+# programming guide, technical specifications per compute capability; bandwidth: NVIDIA data sheets.
+DEVICES = {
+    "sm_80": Device("NVIDIA A100", "sm_80", 108, 163 * KIB, 164 * KIB, 2.039e12),
+    "sm_86": Device("NVIDIA A40", "sm_86", 84, 99 * KIB, 100 * KIB, 0.696e12),
+    "sm_89": Device("NVIDIA L40S", "sm_89", 142, 99 * KIB, 100 * KIB, 0.864e12),
+    "sm_90a": Device("NVIDIA H200", "sm_90a", 132, 227 * KIB, 228 * KIB, 4.8e12),
+    "sm_100a": Device("NVIDIA B200", "sm_100a", 148, 227 * KIB, 228 * KIB, 8.0e12),
+    "sm_120a": Device("NVIDIA RTX PRO 6000", "sm_120a", 188, 99 * KIB, 100 * KIB, 1.792e12),
+}
+
+
+def arch_of(major: int, minor: int) -> str:
+    """NVRTC architecture of a compute capability; from 9.0 on the one with the chip's own instructions."""
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Compile-time choices of ``decode.cu``; one cubin per distinct value.
+
+    Attributes
+    ----------
+    dtype, kv_format : Dtype, KvFormat
+        Of q and out, and of the cache.
+    head_dim : int
+        One of `HEAD_DIMS`.
+    row_tiles : int
+        Query rows (query heads of the group times query tokens) of one CTA, in tiles of 8.
+    tile_kv : int
+        Keys of one step of one warp.
+    num_stages : int
+        Tiles of the ring of each warp; K and V tiles alternate in it.
+    num_warps : int
+        Warps of a CTA.
+    ctas_per_sm : int
+        CTAs that must fit on an SM together; bounds the registers.
+    """
+
+    dtype: Dtype
+    kv_format: KvFormat
+    head_dim: int
+    row_tiles: int
+    tile_kv: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int = 1
+
+    kernel = "decode"
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return 8 * self.row_tiles
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one K or V row."""
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def min_split(self) -> int:
+        """Fewest keys of a split: one step for every warp."""
+        return self.num_warps * self.tile_kv
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether Q's fragments stay in registers.
+
+        A thread has 255 registers. Accumulators take head_dim / 4 a row tile and Q head_dim / 8; 128 of both together
+        leave room for scores, fragments and addresses.
+        """
+        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """``sizeof(Smem)`` in decode.cu, which asserts it: the ring (later o), q, then m, l and weight."""
+        ring = self.num_warps * self.num_stages * self.tile_kv * self.row_bytes
+        o = self.num_warps * self.rows * (self.head_dim + 4) * 4
+        q = self.rows * self.head_dim * self.dtype.itemsize
+        return align(align(max(ring, o), 128) + q + 3 * self.num_warps * self.rows * 4, 128)
+
+    def constants(self) -> dict[str, object]:
+        """Values of ``namespace cfg`` in the order printed."""
+        return {
+            "DTYPE": self.dtype,
+            "KV_FORMAT": self.kv_format,
+            "HEAD_DIM": self.head_dim,
+            "ROW_TILES": self.row_tiles,
+            "TILE_KV": self.tile_kv,
+            "NUM_STAGES": self.num_stages,
+            "NUM_WARPS": self.num_warps,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "MIN_SPLIT": self.min_split,
+            "Q_IN_REGISTERS": self.q_in_registers,
+            "SMEM_BYTES": self.smem_bytes,
+            "PARAMS_BYTES": _params.DECODE.itemsize,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """Compile-time choices of ``merge.cu``: dtypes of the parts and of the result, head_dim, warps, CTAs on an SM."""
+
+    in_dtype: Dtype
+    out_dtype: Dtype
+    head_dim: int
+    num_warps: int = 4
+    ctas_per_sm: int = 8
+
+    kernel = "merge"
+
+    @property
+    def smem_bytes(self) -> int:
+        """``sizeof(Smem)`` in merge.cu, which asserts it: o, max and sum of every warp."""
+        return self.num_warps * (self.head_dim + 2) * 4
+
+    def constants(self) -> dict[str, object]:
+        """Values of ``namespace cfg`` in the order printed."""
+        return {
+            "IN_DTYPE": self.in_dtype,
+            "OUT_DTYPE": self.out_dtype,
+            "HEAD_DIM": self.head_dim,
+            "NUM_WARPS": self.num_warps,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "SMEM_BYTES": self.smem_bytes,
+            "PARAMS_BYTES": _params.MERGE.itemsize,
+        }
+
+
+Config = DecodeConfig | MergeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """A row of the tile tables."""
+
+    max_row_tiles: int
+    tile_kv: int
+    num_stages: int
+    num_warps: int
+
+
+# An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has (num_stages - 1) tiles in flight. Accumulators
+# take head_dim / 4 registers a row tile, so max_row_tiles keeps them at 128 or fewer.
+_DECODE_LARGE = {
+    64: DecodeTile(4, 32, 6, 4),  # 96 KB of ring, two CTAs on an SM of 228 KB
+    96: DecodeTile(4, 32, 4, 4),  # 96 KB
+    128: DecodeTile(4, 32, 3, 4),  # 96 KB
+    192: DecodeTile(2, 16, 4, 4),  # 96 KB
+    256: DecodeTile(2, 16, 3, 4),  # 96 KB
+    512: DecodeTile(1, 16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
+}
+# GPUs with 99 KB a block (sm_86, sm_89, sm_120): the ring, or the warps' accumulators that take its place, in 64 KB.
+_DECODE_SMALL = {
+    64: DecodeTile(4, 32, 4, 4),
+    96: DecodeTile(4, 32, 2, 4),
+    128: DecodeTile(4, 32, 2, 4),
+    192: DecodeTile(2, 16, 2, 4),
+    256: DecodeTile(2, 16, 2, 4),
+    512: DecodeTile(1, 16, 2, 2),
+}
+_LARGE_SMEM = 160 * KIB
+
+
+def decode_tile(head_dim: int, device: Device) -> DecodeTile:
+    """Row of the tile table for a head_dim on a device."""
+    return (_DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL)[head_dim]
+
+
+def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, device: Device) -> DecodeConfig:
+    """Config for `rows` query rows per KV head; row tiles are 1, 2 or 4, so that few kernels serve every group."""
+    tile = decode_tile(head_dim, device)
+    row_tiles = 1
+    while row_tiles < tile.max_row_tiles and 8 * row_tiles < rows:
+        row_tiles *= 2
+    config = DecodeConfig(dtype, kv_format, head_dim, row_tiles, tile.tile_kv, tile.num_stages, tile.num_warps)
+    # A thread may have 255 registers, allocated as 256.
+    by_registers = REGISTERS_PER_SM // (256 * config.num_warps * WARP)
+    by_smem = device.smem_per_sm // (config.smem_bytes + KIB)
+    return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
+
+
+def shipped_configs(device: Device) -> list[Config]:
+    """Every config that `decode` and `merge` can ask for on a device."""
+    configs: list[Config] = []
+    for dtype in (Dtype.FP16, Dtype.BF16):
+        for head_dim in HEAD_DIMS:
+            rows = 8
+            while rows <= 8 * decode_tile(head_dim, device).max_row_tiles:
+                configs.append(decode_config(dtype, KvFormat.RAW16, head_dim, rows, device))
+                rows *= 2
+            configs += [MergeConfig(Dtype.FP32, dtype, head_dim), MergeConfig(dtype, dtype, head_dim)]
+    configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
+    return configs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProblem:
+    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence, for lengths are known to the device only."""
+
+    dtype: Dtype
+    kv_format: KvFormat
+    batch: int
+    seqlen_q: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_kv_len: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows per KV head."""
+        return self.seqlen_q * self.group
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One decode call: what will run, and why. ``str(plan)`` explains it.
+
+    Attributes
+    ----------
+    problem : DecodeProblem
+    device : Device
+    config : DecodeConfig
+    num_splits : int
+        Parts into which the keys of a sequence are cut; more than one needs `merge`.
+    reason : str
+        Why this number of splits.
+    """
+
+    problem: DecodeProblem
+    device: Device
+    config: DecodeConfig
+    num_splits: int
+    reason: str
+
+    @property
+    def row_blocks(self) -> int:
+        """CTAs over the query rows of one KV head."""
+        return ceil_div(self.problem.rows, self.config.rows)
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of decode.cu."""
+        return (self.num_splits * self.row_blocks, self.problem.num_kv_heads, self.problem.batch)
+
+    @cached_property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of decode.cu."""
+        return (self.config.num_warps * WARP, 1, 1)
+
+    @cached_property
+    def out_partial_shape(self) -> tuple[int, ...]:
+        """Shape of the float32 partial outputs."""
+        p = self.problem
+        return (self.num_splits, p.batch, p.seqlen_q, p.num_qo_heads, p.head_dim)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of partial outputs and their lse; 0 for one split."""
+        if self.num_splits == 1:
+            return 0
+        p = self.problem
+        return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 1) * 4
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of full sequences."""
+        p = self.problem
+        return 2 * p.batch * p.num_kv_heads * p.max_kv_len * self.config.row_bytes
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, for full sequences and without masks."""
+        p = self.problem
+        return 4 * p.batch * p.seqlen_q * p.num_qo_heads * p.head_dim * p.max_kv_len
+
+    @property
+    def roof_us(self) -> float:
+        """Microseconds to read K and V at the data sheet's bandwidth; 0 if that is unknown."""
+        return self.kv_bytes / self.device.bandwidth * 1e6 if self.device.bandwidth else 0.0
+
+    def __str__(self) -> str:
+        p, c = self.problem, self.config
+        waves = self.grid[0] * self.grid[1] * self.grid[2] / (self.device.num_sms * c.ctas_per_sm)
+        roof = f", {self.roof_us:.1f} us at {self.device.bandwidth / 1e12:.2f} TB/s" if self.device.bandwidth else ""
+        return "\n".join(
+            (
+                f"decode on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
+                f"  problem    batch {p.batch}, {p.seqlen_q} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads,"
+                f" head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys",
+                f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps,"
+                f" {c.num_stages} stages, {c.smem_bytes} bytes of shared memory",
+                f"  launch     grid {self.grid}, block {self.block[0]}, {waves:.2f} waves",
+                f"  splits     {self.num_splits}: {self.reason}",
+                f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
+                f"  traffic    {self.kv_bytes / 1e6:.1f} MB of K and V, {self.flops / 1e9:.2f} GFLOP{roof}",
+            )
+        )
+
+
+def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> tuple[int, str]:
+    """Number of splits and the reason for it.
+
+    The fewest splits whose last wave leaves at most 15 % more of the GPU idle than the best choice does. A split has at
+    least two steps a warp, so that the pipeline fills.
+
+    Parameters
+    ----------
+    problem, config, device : DecodeProblem, DecodeConfig, Device
+
+    Returns
+    -------
+    num_splits : int
+    reason : str
+    """
+    ctas = problem.batch * problem.num_kv_heads * ceil_div(problem.rows, config.rows)
+    slots = device.num_sms * config.ctas_per_sm
+    longest = max(1, min(MAX_SPLITS, problem.max_kv_len // (2 * config.min_split)))
+    if longest == 1:
+        return 1, f"{problem.max_kv_len} keys are too few to cut"
+    limit = min(longest, max(1, ceil_div(4 * slots, ctas)))
+
+    def efficiency(splits: int) -> float:
+        return splits * ctas / (ceil_div(splits * ctas, slots) * slots)
+
+    best = max(efficiency(s) for s in range(1, limit + 1))
+    splits = next(s for s in range(1, limit + 1) if efficiency(s) >= 0.85 * best)
+    return splits, f"{splits * ctas} CTAs use {efficiency(splits):.0%} of their waves of {slots}"
+
+
+def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None = None) -> DecodePlan:
+    """Plan one decode call.
+
+    Parameters
+    ----------
+    problem : DecodeProblem
+    device : Device
+    num_splits : int, optional
+        Default: `choose_splits`.
+
+    Returns
+    -------
+    DecodePlan
+    """
+    config = decode_config(problem.dtype, problem.kv_format, problem.head_dim, problem.rows, device)
+    if num_splits is not None:
+        return DecodePlan(problem, device, config, num_splits, "asked for")
+    return DecodePlan(problem, device, config, *choose_splits(problem, config, device))

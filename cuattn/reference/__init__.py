@@ -1,0 +1,28 @@
+"""The NumPy definition of every function of cuattn: same names, same arguments, float64 unless told otherwise.
+
+Slow and obvious on purpose. What a kernel computes is right when it agrees with this package within the error law.
+"""
+
+from cuattn.reference.attention import (
+    attention,
+    attention_same_precision,
+    decode,
+    decode_same_precision,
+    prefill,
+    visible_keys,
+)
+from cuattn.reference.merge import SoftmaxState, finish, merge, online_softmax, update
+
+__all__ = [
+    "SoftmaxState",
+    "attention",
+    "attention_same_precision",
+    "decode",
+    "decode_same_precision",
+    "finish",
+    "merge",
+    "online_softmax",
+    "prefill",
+    "update",
+    "visible_keys",
+]

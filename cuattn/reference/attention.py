@@ -1,0 +1,526 @@
+"""Exact attention in NumPy: the definition in float64, and the same sums with the roundings of a GPU kernel.
+
+Every entry point cuts its arrays into sequences, gathers the rows that a sequence uses and no others, and calls
+one of two functions on each: `_attend_exactly` or `_attend_rounded`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Window: TypeAlias = tuple[int | None, int | None] | None
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Keys or head_dim elements that one tensor-core instruction sums for 16-bit inputs.
+MMA_DEPTH = 16
+# Queries that `_attend_rounded` takes at once; bounds its memory, changes no result.
+QUERY_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What turns scores into weights, the same for every sequence of a call."""
+
+    causal: bool
+    window: Window
+    softcap: float | None
+    sinks: npt.ArrayLike | None
+    softmax_scale: float | None
+    dtype: npt.DTypeLike = np.float64
+
+    def scale(self, head_dim: int) -> float:
+        """Return `softmax_scale`, by default ``head_dim ** -0.5``."""
+        return float(head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale)
+
+    def sink_of_each_head(self, num_qo_heads: int, dtype: npt.DTypeLike) -> Array:
+        """Return one sink per query head, -inf for none."""
+        sinks = -np.inf if self.sinks is None else self.sinks
+        return np.broadcast_to(np.asarray(sinks).astype(dtype), num_qo_heads)
+
+
+_Attend: TypeAlias = Callable[[Array, Array, Array, _Options], tuple[Array, Array]]
+
+
+def visible_keys(query: int, seqlen_q: int, kv_len: int, *, causal: bool, window: Window) -> tuple[int, int]:
+    """Return the range of keys that a query sees; a mask is never anything but a range.
+
+    The queries stand at the end of the sequence (aligned bottom-right)::
+
+        seqlen_q = 2, kv_len = 4    full     causal   window (1, 0)
+        query 0 (position 2)        1 1 1 1  1 1 1 0  0 1 1 0
+        query 1 (position 3)        1 1 1 1  1 1 1 1  0 0 1 1
+
+    Parameters
+    ----------
+    query : int
+        Index of the query among the `seqlen_q` of its sequence.
+    seqlen_q, kv_len : int
+        Queries and keys of the sequence.
+    causal : bool
+        Hide the keys after the query's own position.
+    window : tuple of (int or None, int or None), optional
+        Keys to keep left and right of the query's position, both ends included; None or -1 is unbounded.
+
+    Returns
+    -------
+    start, stop : int
+        Keys ``start <= key < stop`` are visible; ``start == stop`` if none is.
+    """
+    position = kv_len - seqlen_q + query
+    left, right = (None, None) if window is None else window
+    start, stop = 0, kv_len
+    if causal:
+        stop = min(stop, position + 1)
+    if left is not None and left >= 0:
+        start = max(start, position - left)
+    if right is not None and right >= 0:
+        stop = min(stop, position + right + 1)
+    return start, max(start, stop)
+
+
+# A sequence with infinite or NaN scores has the result that IEEE arithmetic gives; log 0 is an empty row.
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
+def _attend_exactly(q: Array, k: Array, v: Array, options: _Options) -> tuple[Array, Array]:
+    """Attend within one sequence: q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]``."""
+    seqlen_q, num_qo_heads, head_dim = q.shape
+    kv_len, num_kv_heads, value_dim = v.shape
+    group = num_qo_heads // num_kv_heads
+    sinks = options.sink_of_each_head(num_qo_heads, options.dtype)
+    out = np.zeros((seqlen_q, num_qo_heads, value_dim), options.dtype)
+    lse = np.full((seqlen_q, num_qo_heads), -np.inf, options.dtype)
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        queries, keys, values = (x.astype(options.dtype) for x in (q[:, heads], k[:, kv_head], v[:, kv_head]))
+        for query in range(seqlen_q):
+            # A slice of what is visible, rather than a mask: zero times a hidden NaN would be NaN.
+            start, stop = visible_keys(query, seqlen_q, kv_len, causal=options.causal, window=options.window)
+            scores = queries[query] @ keys[start:stop].T * options.scale(head_dim)
+            if options.softcap is not None:
+                scores = options.softcap * np.tanh(scores / options.softcap)
+            scores = np.concatenate([scores, sinks[heads, None]], axis=1)
+            largest = scores.max(axis=1, keepdims=True)
+            weights = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
+            total = weights.sum(axis=1, keepdims=True)
+            # The sink is the last weight; its value is zero, so it stands in the total only.
+            out[query, heads] = weights[:, :-1] @ values[start:stop] / np.where(total == 0, 1, total)
+            lse[query, heads] = (largest + np.log(total))[:, 0]
+    return out, lse
+
+
+def truncate_to_float32(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Round toward zero, as the accumulators of Hopper's tensor cores do."""
+    nearest = x.astype(np.float32)
+    # Sign and magnitude: one less in the bits is one step toward zero.
+    return (nearest.view(np.uint32) - (np.abs(nearest) > np.abs(x))).view(np.float32)
+
+
+def _mma(a: Array, b: Array) -> npt.NDArray[np.float32]:
+    """Multiply ``[rows, depth]`` by ``[depth, columns]``, the float32 accumulator rounded once per `MMA_DEPTH`."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for start in range(0, a.shape[1], MMA_DEPTH):
+        depth = slice(start, start + MMA_DEPTH)
+        total = truncate_to_float32(total + a[:, depth] @ b[depth])
+    return total
+
+
+# As in `_attend_exactly`; float32 and 16-bit results may also overflow to infinity, as they do on a GPU.
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
+def _attend_rounded(q: Array, k: Array, v: Array, options: _Options) -> tuple[Array, Array]:
+    """Attend as `_attend_exactly` does, rounding where a kernel rounds."""
+    seqlen_q, num_qo_heads, head_dim = q.shape
+    kv_len, num_kv_heads, value_dim = v.shape
+    group = num_qo_heads // num_kv_heads
+    sinks = options.sink_of_each_head(num_qo_heads, np.float32) * np.float32(LOG2_E)
+    out = np.zeros((seqlen_q, num_qo_heads, value_dim), q.dtype)
+    lse = np.full((seqlen_q, num_qo_heads), -np.inf, np.float32)
+    # One query at a time has no hidden keys in its range, so that no hidden value is multiplied by zero.
+    step = QUERY_BLOCK if np.isfinite(v).all() else 1
+    for first in range(0, seqlen_q, step):
+        queries = range(first, min(first + step, seqlen_q))
+        ranges = np.array(
+            [visible_keys(i, seqlen_q, kv_len, causal=options.causal, window=options.window) for i in queries]
+        )
+        start, stop = ranges[:, 0].min(), ranges[:, 1].max()
+        keys = np.arange(start, stop)
+        visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
+        for kv_head in range(num_kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            rows = q[first : first + step, heads].reshape(-1, head_dim)
+            scores = _mma(rows, k[start:stop, kv_head].T)
+            scale = options.scale(head_dim)
+            if options.softcap is None:
+                scores = scores * np.float32(scale * LOG2_E)
+            else:
+                capped = np.tanh(scores * np.float32(scale / options.softcap))
+                scores = np.float32(options.softcap * LOG2_E) * capped
+            scores = np.where(np.repeat(visible, group, axis=0), scores, np.float32(-np.inf))
+            largest = scores.max(axis=1, initial=-np.inf)
+            weights = np.exp2(scores - np.where(np.isneginf(largest), 0, largest)[:, None])
+            total = weights.sum(axis=1, dtype=np.float32)
+            product = _mma(weights.astype(q.dtype), v[start:stop, kv_head])
+            sink = np.tile(sinks[heads], len(queries))
+            with_sink = np.maximum(largest, sink)
+            base = np.where(np.isneginf(with_sink), 0, with_sink)
+            rescale = np.exp2(largest - base)
+            total = total * rescale + np.exp2(sink - base)
+            row_out = product * (rescale / np.where(total == 0, 1, total))[:, None]
+            row_lse = np.float32(LN_2) * (with_sink + np.log2(total))
+            out[first : first + step, heads] = row_out.reshape(len(queries), group, value_dim).astype(q.dtype)
+            lse[first : first + step, heads] = row_lse.reshape(len(queries), group)
+    return out, lse
+
+
+def _rows_of_sequence(
+    x: Array, sequence: int, length: int | None, cu_seqlens: Array | None, page_table: Array | None
+) -> Array:
+    """Return the keys or values of one sequence as ``[length, num_kv_heads, ...]``, touching no other row."""
+    if page_table is not None:
+        if length is None:
+            raise ValueError("kv_len must be given with page_table")
+        pages = page_table[sequence, : -(-length // x.shape[1])]
+        rows = x[pages].reshape(-1, *x.shape[2:])
+    elif cu_seqlens is not None:
+        rows = x[cu_seqlens[sequence] : cu_seqlens[sequence + 1]]
+    else:
+        rows = x[sequence]
+    if length is not None and not 0 <= length <= len(rows):
+        raise ValueError(f"kv_len must lie in 0 .. {len(rows)} for sequence {sequence}, got {length}")
+    return rows[:length]
+
+
+def _attend(  # noqa: PLR0913  the arguments of the public functions
+    attend: _Attend,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: _Options,
+    *,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kv_len: npt.ArrayLike | None = None,
+    page_table: Array | None = None,
+) -> tuple[Array, Array]:
+    """Call `attend` on every sequence and put the results together in the layout of `q`."""
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    is_ragged = cu_seqlens_q is not None and page_table is None and k.ndim == q.ndim
+    if is_ragged and cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    lengths = [None] * batch if kv_len is None else [int(n) for n in np.broadcast_to(np.asarray(kv_len), batch)]
+    is_rounded = attend is _attend_rounded
+    out = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype if is_rounded else options.dtype)
+    lse = np.full(q.shape[:-1], -np.inf, np.float32 if is_rounded else options.dtype)
+    for sequence in range(batch):
+        rows: Any = sequence if cu_seqlens_q is None else slice(cu_seqlens_q[sequence], cu_seqlens_q[sequence + 1])
+        keys, values = (_rows_of_sequence(x, sequence, lengths[sequence], cu_seqlens_k, page_table) for x in (k, v))
+        out[rows], lse[rows] = attend(q[rows], keys, values, options)
+    return out, lse
+
+
+# Storing float64 in a 16-bit `out` may overflow to infinity, as a kernel's store does.
+@np.errstate(over="ignore", invalid="ignore")
+def _store(result: Array, out: Array | None) -> Array:
+    """Write `result` to `out` if there is one, and return what holds it."""
+    if out is None:
+        return result
+    if out.shape != result.shape:
+        raise ValueError(f"out must have shape {result.shape}, got {out.shape}")
+    out[...] = result
+    return out
+
+
+def attention(  # noqa: PLR0913  the public signature
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    kv_len: npt.ArrayLike | None = None,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    dtype: npt.DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """Attend from every query of a dense batch to the keys that it sees.
+
+    Computes ``softmax(softmax_scale * q @ k.T) @ v`` over the visible keys, see `visible_keys`. Query head ``h``
+    reads KV head ``h // group``, where ``group = num_qo_heads // num_kv_heads``.
+
+    Parameters
+    ----------
+    q : ndarray, shape (batch, seqlen_q, num_qo_heads, head_dim)
+    k : ndarray, shape (batch, seqlen_k, num_kv_heads, head_dim)
+    v : ndarray, shape (batch, seqlen_k, num_kv_heads, value_dim)
+    kv_len : int or ndarray, shape (batch,), optional
+        Valid keys per sequence; rows past it are never read. Default: all.
+    causal : bool, default False
+        Query i sees keys up to ``kv_len - seqlen_q + i``.
+    window : tuple of (int or None, int or None), optional
+        Keys to keep left and right of the query's position, both ends included; None or -1 is unbounded.
+    softcap : float, optional
+        Replace each scaled score s by ``softcap * tanh(s / softcap)``, before masks.
+    sinks : ndarray, shape (num_qo_heads,), optional
+        Score of one extra key per query head whose value is zero; -inf is no sink.
+    softmax_scale : float, optional
+        Default ``head_dim ** -0.5``.
+    dtype : dtype, default float64
+        Of all arithmetic and of the results.
+
+    Returns
+    -------
+    out : ndarray, shape (batch, seqlen_q, num_qo_heads, value_dim)
+        Zero where no key is visible.
+    lse : ndarray, shape (batch, seqlen_q, num_qo_heads)
+        Natural logarithm of the sum of exponentials of the scores, -inf where there is neither key nor sink.
+    """
+    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    return _attend(_attend_exactly, q, k, v, options, kv_len=kv_len)
+
+
+def prefill(  # noqa: PLR0913  the public signature
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kv_len: npt.ArrayLike | None = None,
+    page_table: Array | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    dtype: npt.DTypeLike = np.float64,
+) -> Array | tuple[Array, Array]:
+    """Attend within whole sequences, dense, padded, ragged or from a paged cache.
+
+    Parameters
+    ----------
+    q : ndarray, shape (batch, seqlen_q, num_qo_heads, head_dim) or (total_q, num_qo_heads, head_dim)
+        Ragged with `cu_seqlens_q`.
+    k, v : ndarray, shape (batch, seqlen_k, num_kv_heads, ...) or (total_k, num_kv_heads, ...) or \
+(num_pages, page_size, num_kv_heads, ...)
+        Dense, ragged with `cu_seqlens_k`, or paged with `page_table`; the last dimension is head_dim for k and
+        value_dim for v.
+    causal, window, softcap, sinks, softmax_scale
+        As in `attention`.
+    cu_seqlens_q, cu_seqlens_k : ndarray, shape (batch + 1,), int32, optional
+        Sequence b holds rows ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. Default for ragged k and v:
+        `cu_seqlens_q`.
+    kv_len : int or ndarray, shape (batch,), optional
+        Valid keys per sequence; rows past it are never read. Default: all; needed with `page_table`.
+    page_table : ndarray, shape (batch, max_pages), int32, optional
+        Page ``page_table[b, i]`` holds keys ``i * page_size`` and following of sequence ``b``. Entries past
+        ``kv_len`` are never read.
+    return_lse : bool, default False
+    out : ndarray, shape of the result, optional
+    dtype : dtype, default float64
+        Of all arithmetic and, without `out`, of the result.
+
+    Returns
+    -------
+    out : ndarray, shape (batch, seqlen_q, num_qo_heads, value_dim) or (total_q, num_qo_heads, value_dim)
+    lse : ndarray, shape (batch, seqlen_q, num_qo_heads) or (total_q, num_qo_heads)
+        As in `attention`. Only if `return_lse`.
+    """
+    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    result, lse = _attend(
+        _attend_exactly,
+        q,
+        k,
+        v,
+        options,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        kv_len=kv_len,
+        page_table=page_table,
+    )
+    result = _store(result, out)
+    return (result, lse) if return_lse else result
+
+
+def _decode(  # noqa: PLR0913  the arguments of the public functions
+    attend: _Attend,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    options: _Options,
+    *,
+    kv_len: npt.ArrayLike,
+    page_table: Array | None,
+    return_lse: bool,
+    out: Array | None,
+) -> Array | tuple[Array, Array]:
+    has_one_token = q.ndim < k_cache.ndim
+    tokens = q[:, None] if has_one_token else q
+    result, lse = _attend(attend, tokens, k_cache, v_cache, options, kv_len=kv_len, page_table=page_table)
+    if has_one_token:
+        result, lse = result[:, 0], lse[:, 0]
+    result = _store(result, out)
+    return (result, lse) if return_lse else result
+
+
+def decode(  # noqa: PLR0913  the public signature
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_len: npt.ArrayLike,
+    *,
+    page_table: Array | None = None,
+    causal: bool = True,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,  # noqa: ARG001  how a kernel cuts the keys is no part of the definition
+    return_lse: bool = False,
+    out: Array | None = None,
+    dtype: npt.DTypeLike = np.float64,
+) -> Array | tuple[Array, Array]:
+    """Attend from the newest tokens of each sequence to its cached keys and values.
+
+    Parameters
+    ----------
+    q : ndarray, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)
+        The last token of each sequence, or its last `seqlen_q`; their keys and values are in the cache.
+    k_cache, v_cache : ndarray, shape (batch, capacity, num_kv_heads, ...) or \
+(num_pages, page_size, num_kv_heads, ...)
+        Dense, or paged with `page_table`; the last dimension is head_dim for keys and value_dim for values.
+    kv_len : int or ndarray, shape (batch,)
+        Valid tokens per sequence, those of `q` included. Rows past it are never read.
+    page_table : ndarray, shape (batch, max_pages), int32, optional
+        Page ``page_table[b, i]`` holds tokens ``i * page_size`` and following of sequence ``b``. Entries past
+        ``kv_len`` are never read.
+    causal : bool, default True
+        Query i of ``seqlen_q`` sees tokens up to ``kv_len - seqlen_q + i``.
+    window, softcap, sinks, softmax_scale
+        As in `attention`.
+    num_splits : int, optional
+        Without effect on the result.
+    return_lse : bool, default False
+    out : ndarray, shape of the result, optional
+    dtype : dtype, default float64
+        Of all arithmetic and, without `out`, of the result.
+
+    Returns
+    -------
+    out : ndarray, shape of `q` with value_dim for head_dim
+    lse : ndarray, shape of `q` without head_dim
+        As in `attention`. Only if `return_lse`.
+    """
+    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    return _decode(
+        _attend_exactly,
+        q,
+        k_cache,
+        v_cache,
+        options,
+        kv_len=kv_len,
+        page_table=page_table,
+        return_lse=return_lse,
+        out=out,
+    )
+
+
+def attention_same_precision(  # noqa: PLR0913  the public signature
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kv_len: npt.ArrayLike | None = None,
+    page_table: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attend as `attention` and `prefill` do, rounding where a kernel rounds; the yardstick of the error law.
+
+    Scores and the product with v are sums of 16 exact products at a time, truncated to float32. Scaling, softcap,
+    maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
+    second product only, and the quotient is rounded to that dtype. The sink joins after the last key.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, float16 or bfloat16
+        Shapes as in `prefill`.
+    causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
+        As in `prefill`.
+
+    Returns
+    -------
+    out : ndarray, dtype of `q`
+        Shape as in `prefill`.
+    lse : ndarray, float32
+        Shape as in `prefill`.
+    """
+    options = _Options(causal, window, softcap, sinks, softmax_scale)
+    return _attend(
+        _attend_rounded,
+        q,
+        k,
+        v,
+        options,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        kv_len=kv_len,
+        page_table=page_table,
+    )
+
+
+def decode_same_precision(  # noqa: PLR0913  the public signature
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_len: npt.ArrayLike,
+    *,
+    page_table: Array | None = None,
+    causal: bool = True,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,  # noqa: ARG001  the same arguments as `decode`
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attend as `decode` does, rounding as `attention_same_precision` does.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache : ndarray, float16 or bfloat16
+        Shapes as in `decode`.
+    kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, return_lse, out
+        As in `decode`.
+
+    Returns
+    -------
+    out : ndarray, dtype of `q`
+        Shape as in `decode`.
+    lse : ndarray, float32
+        Shape as in `decode`. Only if `return_lse`.
+    """
+    options = _Options(causal, window, softcap, sinks, softmax_scale)
+    return _decode(
+        _attend_rounded,
+        q,
+        k_cache,
+        v_cache,
+        options,
+        kv_len=kv_len,
+        page_table=page_table,
+        return_lse=return_lse,
+        out=out,
+    )

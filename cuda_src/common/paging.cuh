@@ -1,0 +1,21 @@
+// common/paging.cuh -- KV position to page. A dense cache is one page a sequence.
+// SPDX-License-Identifier: Apache-2.0
+#ifndef CUATTN_COMMON_PAGING_CUH
+#define CUATTN_COMMON_PAGING_CUH
+#include "common/types.cuh"
+
+struct PageTable {
+  const u8* row;  // this sequence's entries; null: the sequence is page `dense_page`
+  i64 stride;     // bytes
+  int page_size;  // tokens
+  int dense_page;
+
+  // The page that holds `position`. Entries past the last used one are never read: ask only for positions < kv_len.
+  __device__ __forceinline__ int page(int position) const {
+    if (row == nullptr) return dense_page;
+    return __ldg(reinterpret_cast<const int*>(row + stride * (position / page_size)));
+  }
+  __device__ __forceinline__ int slot(int position) const { return row == nullptr ? position : position % page_size; }
+};
+
+#endif

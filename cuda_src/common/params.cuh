@@ -1,0 +1,72 @@
+// common/params.cuh -- the kernels' arguments: one struct by value for each kernel.
+// SPDX-License-Identifier: Apache-2.0
+//
+// cuattn/_params.py mirrors every field in this order; tests/cpu/test_params.py compares the two. Strides are in bytes,
+// so that a cache format needs no other unit.
+#ifndef CUATTN_COMMON_PARAMS_CUH
+#define CUATTN_COMMON_PARAMS_CUH
+#include "common/types.cuh"
+
+struct DecodeParams {
+  const u8* q;            // [batch, seqlen_q, num_qo_heads, head_dim], Elem
+  const u8* k;            // [num_pages, page_size, num_kv_heads] rows, see kv/*.cuh
+  const u8* v;            // as k
+  u8* out;                // as q; written when num_splits == 1
+  float* lse;             // [batch, seqlen_q, num_qo_heads], natural log; null: not wanted
+  float* out_partial;     // [num_splits, batch, seqlen_q, num_qo_heads, head_dim], each part normalized
+  float* lse_partial;     // [num_splits, batch, seqlen_q, num_qo_heads], natural log, -inf: out_partial not written
+  const int* kv_len;      // [batch], tokens
+  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
+  const float* sinks;     // [num_qo_heads], score of a key whose value is zero; null: none
+  i64 q_stride_batch;
+  i64 q_stride_token;
+  i64 q_stride_head;
+  i64 k_stride_page;
+  i64 k_stride_token;
+  i64 k_stride_head;
+  i64 v_stride_page;
+  i64 v_stride_token;
+  i64 v_stride_head;
+  i64 out_stride_batch;
+  i64 out_stride_token;
+  i64 out_stride_head;
+  i64 kv_len_stride;
+  i64 page_table_stride_batch;
+  i64 page_table_stride_page;
+  int seqlen_q;
+  int num_qo_heads;
+  int group;      // query heads per KV head
+  int page_size;  // tokens
+  int max_pages;  // pages per sequence
+  int num_splits;
+  int window_left;   // keys p - left .. p + right of a query at key position p are visible; -1: unbounded
+  int window_right;  // causal is a right window of 0
+  float softmax_scale_log2;  // softmax_scale * log2(e)
+  float softcap_log2;        // softcap * log2(e); 0: none
+  float scale_over_softcap;  // softmax_scale / softcap
+  int reserved;
+};
+
+struct MergeParams {
+  const u8* out_partial;     // [num_parts, dim0, dim1, heads, head_dim], In
+  const float* lse_partial;  // [num_parts, dim0, dim1, heads], natural log; -inf: the part is empty and is not read
+  u8* out;                   // [dim0, dim1, heads, head_dim], Out
+  float* lse;                // [dim0, dim1, heads], contiguous; null: not wanted
+  i64 out_partial_stride_part;
+  i64 out_partial_stride_dim0;
+  i64 out_partial_stride_dim1;
+  i64 out_partial_stride_head;
+  i64 lse_partial_stride_part;
+  i64 lse_partial_stride_dim0;
+  i64 lse_partial_stride_dim1;
+  i64 lse_partial_stride_head;
+  i64 out_stride_dim0;
+  i64 out_stride_dim1;
+  i64 out_stride_head;
+  int num_parts;
+  int dim1;
+  int heads;
+  int reserved;
+};
+
+#endif

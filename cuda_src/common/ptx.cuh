@@ -1,0 +1,144 @@
+// common/ptx.cuh -- the instructions of the sm_80 baseline that CUDA C has no word for, one function each.
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rule: `asm` stands in common/ptx*.cuh and nowhere else. A pure instruction is not volatile, so that the compiler may
+// move it; one that touches memory or order is. tests/simt/ has a second definition of every function here, for
+// the CPU; it defines this file's guard, so both offer the same names.
+#ifndef CUATTN_COMMON_PTX_CUH
+#define CUATTN_COMMON_PTX_CUH
+#include "common/types.cuh"
+
+namespace ptx {
+
+// The block's dynamic shared memory. Everything that ldmatrix, cp.async, TMA or wgmma touches lies in it.
+__device__ __forceinline__ u8* dynamic_smem() {
+  extern __shared__ __align__(1024) u8 smem_raw[];
+  return smem_raw;
+}
+
+// Address in the shared window.
+__device__ __forceinline__ u32 smem_addr(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// PTX ISA: mma.sync.aligned.m16n8k16.row.col.f32.{f16,bf16}.{f16,bf16}.f32. d += a b, with g = lane / 4, t = lane % 4:
+// a[0] row g, k 2t..2t+1; a[1] row g+8; a[2], a[3] the same rows, k 2t+8..2t+9;  b[0] column g, k 2t..2t+1; b[1] k + 8;
+// d[0..1] row g, columns 2t, 2t+1; d[2..3] row g+8.
+template <class Elem>
+__device__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]);
+template <>
+__device__ __forceinline__ void mma_m16n8k16<Half>(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <>
+__device__ __forceinline__ void mma_m16n8k16<Bfloat16>(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// PTX ISA: ldmatrix.sync.aligned.m8n8.{x2,x4}{.trans}.shared.b16. Lanes 8i..8i+7 give the rows of matrix i.
+__device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_addr(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_addr(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_addr(row))
+               : "memory");
+}
+
+// PTX ISA: movmatrix.sync.aligned.m8n8.trans.b16, the transpose of an 8x8 matrix held as a fragment.
+__device__ __forceinline__ u32 movmatrix_trans(u32 value) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(value));
+  return r;
+}
+
+// PTX ISA: cp.async.cg.shared.global, 16 bytes; zeros are written, and nothing is read, unless `valid`.
+__device__ __forceinline__ void cp_async16(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src), "r"(valid ? 16 : 0)
+               : "memory");
+}
+// PTX ISA: cp.async.commit_group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// PTX ISA: cp.async.wait_group; at most N of this thread's groups are still in flight afterwards.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// PTX ISA: ld.global.nc.L1::no_allocate.v4.b32, for data that is read once and not written while the kernel runs.
+__device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// PTX ISA: prmt.b32.
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// PTX ISA: ex2.approx.ftz.f32; ex2(-inf) = +0.
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// PTX ISA: lg2.approx.ftz.f32; lg2(0) = -inf.
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA: cvt.rn.{f16x2,bf16x2}.f32; `lo` goes to the low half.
+template <class Elem>
+__device__ u32 pack2(float lo, float hi);
+template <>
+__device__ __forceinline__ u32 pack2<Half>(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+template <>
+__device__ __forceinline__ u32 pack2<Bfloat16>(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+// PTX ISA: cvt.f32.f16; a bfloat16 is the upper half of a float.
+__device__ __forceinline__ float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ float to_float(Bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+// PTX ISA: bar.sync / bar.arrive on named barrier `id`, `threads` a multiple of 32.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace ptx
+
+#endif

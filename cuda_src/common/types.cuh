@@ -1,0 +1,49 @@
+// common/types.cuh -- fixed-width integers, the 16-bit element types, and the enums that the prelude names.
+// SPDX-License-Identifier: Apache-2.0
+//
+// NVRTC has no standard headers and this project needs none: 16-bit values are opaque bits, converted by the
+// instructions of common/ptx.cuh.
+#ifndef CUATTN_COMMON_TYPES_CUH
+#define CUATTN_COMMON_TYPES_CUH
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int WARP = 32;
+constexpr u32 FULL_MASK = 0xffffffffu;
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2 = 0.69314718055994530942f;
+
+// Values as in cuattn/_plan.py, which prints them by name.
+enum class Dtype { FP16, BF16, FP32 };
+enum class KvFormat { RAW16 };
+
+// Tags with the size of the element; arithmetic is done in float.
+struct Half {
+  u16 bits;
+};
+struct Bfloat16 {
+  u16 bits;
+};
+
+template <Dtype DTYPE>
+struct ElemOf;
+template <>
+struct ElemOf<Dtype::FP16> {
+  using type = Half;
+};
+template <>
+struct ElemOf<Dtype::BF16> {
+  using type = Bfloat16;
+};
+template <>
+struct ElemOf<Dtype::FP32> {
+  using type = float;
+};
+
+__device__ __forceinline__ float neg_inf() { return __int_as_float(static_cast<int>(0xff800000u)); }
+
+#endif

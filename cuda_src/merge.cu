@@ -1,0 +1,113 @@
+// merge.cu -- one result from partial results over disjoint keys.
+// SPDX-License-Identifier: Apache-2.0
+//
+//   grid   dim0 * dim1 * heads rows      block  NUM_WARPS * 32
+//   CTA    one row; warp w takes parts w, w + NUM_WARPS, ...; a lane holds 4 elements of every 128
+//
+// A part with lse = -inf saw no key: its out is not read and may hold anything.
+#include "common/params.cuh"
+#include "common/softmax.cuh"
+
+namespace {
+
+using In = ElemOf<cfg::IN_DTYPE>::type;
+using Out = ElemOf<cfg::OUT_DTYPE>::type;
+
+constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
+
+struct Smem {
+  float o[cfg::NUM_WARPS][cfg::HEAD_DIM];
+  float max[cfg::NUM_WARPS];
+  float sum[cfg::NUM_WARPS];
+};
+static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan.py and merge.cu disagree on shared memory");
+static_assert(sizeof(MergeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
+
+// Four elements from or to global memory.
+__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+template <class Elem>
+__device__ __forceinline__ float4 load4(const Elem* p) {
+  const uint2 raw = *reinterpret_cast<const uint2*>(p);
+  const auto half = [](u32 word, int i) {
+    return ptx::to_float(Elem{static_cast<u16>(word >> (16 * i))});
+  };
+  return make_float4(half(raw.x, 0), half(raw.x, 1), half(raw.y, 0), half(raw.y, 1));
+}
+__device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
+template <class Elem>
+__device__ __forceinline__ void store4(Elem* p, float4 x) {
+  *reinterpret_cast<uint2*>(p) = make_uint2(ptx::pack2<Elem>(x.x, x.y), ptx::pack2<Elem>(x.z, x.w));
+}
+
+__device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const i64 row = blockIdx.x;
+  const i64 head = row % p.heads, i1 = row / p.heads % p.dim1, i0 = row / p.heads / p.dim1;
+  const u8* out_partial = p.out_partial + i0 * p.out_partial_stride_dim0 + i1 * p.out_partial_stride_dim1 +
+                          head * p.out_partial_stride_head;
+  const u8* lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
+                          i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
+  const auto part_lse = [&](int part) {
+    return *reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part) * LOG2_E;
+  };
+
+  float m = neg_inf();
+  for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, part_lse(part));
+#pragma unroll
+  for (int bit = 1; bit < WARP; bit *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_MASK, m, bit));
+  if (lane == 0) sm.max[warp] = m;
+  __syncthreads();  // the maxima of all warps are there
+#pragma unroll
+  for (int i = 0; i < cfg::NUM_WARPS; ++i) m = fmaxf(m, sm.max[i]);
+
+  float4 o[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  float sum = 0.f;
+  for (int part = warp; part < p.num_parts; part += cfg::NUM_WARPS) {
+    const float lse = part_lse(part);
+    if (lse == neg_inf()) continue;
+    const float w = softmax::weight(lse, m);
+    sum += w;
+    const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int dim = (i * WARP + lane) * 4;
+      if (dim >= cfg::HEAD_DIM) continue;
+      const float4 x = load4(source + dim);
+      o[i].x += w * x.x;
+      o[i].y += w * x.y;
+      o[i].z += w * x.z;
+      o[i].w += w * x.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int dim = (i * WARP + lane) * 4;
+    if (dim < cfg::HEAD_DIM) store4(&sm.o[warp][dim], o[i]);
+  }
+  if (lane == 0) sm.sum[warp] = sum;
+  __syncthreads();  // the sums of all warps are there
+
+  sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < cfg::NUM_WARPS; ++i) sum += sm.sum[i];
+  const float inverse = softmax::inverse_sum(sum);
+  u8* out = p.out + i0 * p.out_stride_dim0 + i1 * p.out_stride_dim1 + head * p.out_stride_head;
+  for (int dim = threadIdx.x * 4; dim < cfg::HEAD_DIM; dim += cfg::NUM_WARPS * WARP * 4) {
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < cfg::NUM_WARPS; ++i) {
+      const float4 y = load4(&sm.o[i][dim]);
+      x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+    }
+    store4(reinterpret_cast<Out*>(out) + dim, make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse));
+  }
+  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = softmax::lse(m, sum);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM) merge_kernel(const __grid_constant__ MergeParams p) {
+  merge(p, *reinterpret_cast<Smem*>(ptx::dynamic_smem()));
+}

@@ -1,0 +1,82 @@
+"""The product's kernels on the CPU harness: the same checks, plans and parameters as on a GPU, launched fiber by fiber."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn import _check, _decode, _jit, _merge, _plan
+from simt import harness
+from strategies import Problem
+
+H200 = _plan.DEVICES["sm_90a"]
+
+
+def build(config: _plan.Config, patches: Sequence[tuple[str, str, str]] = ()) -> harness.Module:
+    """Build the kernel of a config for the CPU."""
+    return harness.build(
+        f"{config.kernel}.cu", prelude=_jit.prelude(config), kernels=[f"{config.kernel}_kernel"], patches=patches
+    )
+
+
+def decode_arrays(  # noqa: PLR0913  as the public function
+    *arrays: np.ndarray,
+    num_splits: int = 1,
+    seed: int = 0,
+    merge: bool = True,
+    device: _plan.Device = H200,
+    patches: Sequence[tuple[str, str, str]] = (),
+    device_kv_len: np.ndarray | None = None,
+    **options: Any,  # noqa: ANN401  decode's own
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
+
+    `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, num_qo_heads, head_dim)
+    lse : array, shape (batch, seqlen_q, num_qo_heads)
+        Without `merge`, both with a leading axis of splits, out in float32.
+    """
+    call = _check.decode(*arrays, num_splits=num_splits, **options)
+    plan = _plan.decode_plan(call.problem, device, num_splits)
+    out = np.full(call.q.shape, np.nan, call.q.dtype)
+    lse = np.full(call.q.shape[:-1], np.nan, np.float32)
+    parts = np.full(plan.out_partial_shape, np.nan, np.float32)
+    lse_parts = np.full(plan.out_partial_shape[:-1], np.nan, np.float32)
+    sinks = None if call.sinks is None else call.sinks.astype(np.float32)
+    lengths = call.kv_len if device_kv_len is None else device_kv_len
+    params = _decode.params_of(
+        call, plan, out=out, lse=lse, parts=parts, lse_parts=lse_parts, kv_len=lengths, sinks=sinks
+    )
+    readable = [call.q, call.k_cache, call.v_cache]
+    build(plan.config, patches).launch(
+        "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
+    )
+    if num_splits == 1:
+        return out, lse
+    if not merge:
+        return parts, lse_parts
+    merge_arrays(parts, lse_parts, out, lse, seed=seed)
+    return out, lse
+
+
+def merge_arrays(parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse: np.ndarray, *, seed: int = 0) -> None:
+    """Run merge.cu on NumPy arrays."""
+    _check.merge(parts, lse_parts, out)
+    config = _merge.config_of(parts, out)
+    rows = out.size // out.shape[-1]
+    build(config).launch(
+        "merge_kernel", (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1),
+        (_merge.params_of(parts, lse_parts, out, lse),), smem=config.smem_bytes, seed=seed,
+    )  # fmt: skip
+
+
+def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN401  see decode_arrays
+    """Run a problem; shapes as `cuattn.decode` would return them."""
+    out, lse = decode_arrays(*problem.arrays(), **problem.options(), **choices)
+    return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)
+
+
+__all__ = ["H200", "build", "decode", "decode_arrays", "merge_arrays"]

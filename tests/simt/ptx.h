@@ -1,0 +1,218 @@
+// ptx.h -- cuda_src/common/ptx.cuh for the CPU: the same functions, behind the same include guard.
+// SPDX-License-Identifier: Apache-2.0
+//
+// The last parameter is the line of the caller, see builtins.h. Shared-memory addresses are offsets in the dynamic
+// shared memory, and whatever these functions touch has to lie there.
+#ifndef CUATTN_COMMON_PTX_CUH
+#define CUATTN_COMMON_PTX_CUH
+#include "builtins.h"
+
+#include "common/types.cuh"
+
+namespace simt {
+
+// Names the instruction for the reports, and its line.
+inline void enter(Place at) { self->place = at; }
+
+inline void check_aligned(const void* p, unsigned bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) fail("%s: the address is not a multiple of %u", what, bytes);
+}
+// Offset in the dynamic shared memory.
+inline u32 smem_offset(const void* p, size_t bytes, const char* what) {
+  const long offset = static_cast<long>(reinterpret_cast<intptr_t>(p) - reinterpret_cast<intptr_t>(block->smem));
+  if (offset < 0 || offset + bytes > block->smem_bytes) {
+    fail("%s: shared memory %+ld..%+ld is outside of its %zu bytes", what, offset, offset + static_cast<long>(bytes),
+         block->smem_bytes);
+  }
+  return static_cast<u32>(offset);
+}
+inline void check_global(const void* p, size_t bytes, const char* what) {
+  const Launch& l = *block->launch;
+  const char* c = static_cast<const char*>(p);
+  for (int i = 0; i < l.num_memory; i++) {
+    if (c >= l.memory[i].begin && c + bytes <= l.memory[i].end) return;
+  }
+  if (l.memory) fail("%s: the %zu bytes at %p are outside of the memory given to launch()", what, bytes, p);
+}
+
+inline float half_to_float(u16 h) {
+  // The product rebiases the exponent, exactly, and makes subnormals normal.
+  const float magnitude = bit_cast<float>((h & 0x7fffu) << 13) * 0x1p112f;
+  u32 u = bit_cast<u32>(magnitude);
+  if (magnitude >= 65536.f) u |= 0x7f800000u;
+  return bit_cast<float>(u | (h & 0x8000u) << 16);
+}
+inline u16 float_to_half(float x) {
+  u32 u = bit_cast<u32>(x);
+  const u32 sign = u >> 16 & 0x8000u;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return 0x7fff;
+  if (u >= 0x477ff000u) return static_cast<u16>(sign | 0x7c00u);  // 65520 is the tie between 65504 and infinity
+  // An ulp of 0.5 is the smallest subnormal, so this sum rounds to subnormals.
+  if (u < 0x38800000u) return static_cast<u16>(sign | (bit_cast<u32>(bit_cast<float>(u) + 0.5f) - 0x3f000000u));
+  return static_cast<u16>(sign | (u + 0xfffu + (u >> 13 & 1) - 0x38000000u) >> 13);
+}
+inline u16 float_to_bfloat16(float x) {
+  const u32 u = bit_cast<u32>(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return static_cast<u16>((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+template <class Elem>
+float element(u32 bits) {
+  static_assert(std::is_same_v<Elem, Half> || std::is_same_v<Elem, Bfloat16>, "a 16-bit element");
+  return std::is_same_v<Elem, Half> ? half_to_float(static_cast<u16>(bits)) : bit_cast<float>(bits << 16);
+}
+inline float flush_subnormal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.f, x) : x; }
+
+template <int N>
+void ldmatrix(u32 (&r)[N], const void* row, bool trans, Place at) {
+  enter(at);
+  if (lane() < 8 * N) {
+    check_aligned(row, 16, "ldmatrix");
+    smem_offset(row, 16, "ldmatrix");
+  }
+  warp_read(FULL_MASK, at, "ldmatrix", static_cast<const u16*>(row), [&](const Slot* s) {
+    const int g = lane() / 4, t = lane() % 4 * 2;
+    for (int m = 0; m < N; m++) {
+      auto read = [&](int i, int j) { return static_cast<u32>(s[8 * m + i].get<const u16*>()[j]); };
+      r[m] = trans ? read(t, g) | read(t + 1, g) << 16 : read(g, t) | read(g, t + 1) << 16;
+    }
+    return 0;
+  });
+}
+
+}  // namespace simt
+
+namespace ptx {
+using simt::here;
+using simt::Place;
+
+inline u8* dynamic_smem() { return reinterpret_cast<u8*>(simt::block->smem); }
+
+inline u32 smem_addr(const void* p, Place at = here()) {
+  simt::enter(at);
+  return simt::smem_offset(p, 0, "smem_addr");
+}
+
+template <class Elem>
+void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
+  struct Operands {
+    u32 a[4], b[2];
+    float d[4];
+  } mine;
+  memcpy(mine.a, a, sizeof a);
+  memcpy(mine.b, b, sizeof b);
+  memcpy(mine.d, d, sizeof d);
+  auto compute = [](simt::Slot* slots) {
+    float A[16][16], B[16][8], D[16][8];
+    for (int l = 0; l < WARP; l++) {
+      const Operands x = slots[l].get<Operands>();
+      const int g = l / 4, t = l % 4 * 2;
+      for (int e = 0; e < 2; e++) {
+        for (int i = 0; i < 4; i++) A[g + i % 2 * 8][t + i / 2 * 8 + e] = simt::element<Elem>(x.a[i] >> 16 * e);
+        for (int i = 0; i < 2; i++) B[t + i * 8 + e][g] = simt::element<Elem>(x.b[i] >> 16 * e);
+        for (int i = 0; i < 2; i++) D[g + i * 8][t + e] = x.d[i * 2 + e];
+      }
+    }
+    for (int i = 0; i < 16; i++) {
+      for (int k = 0; k < 16; k++) {
+        for (int j = 0; j < 8; j++) D[i][j] += A[i][k] * B[k][j];
+      }
+    }
+    for (int l = 0; l < WARP; l++) {
+      Operands x = slots[l].get<Operands>();
+      for (int i = 0; i < 4; i++) x.d[i] = D[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+      slots[l].set(x);
+    }
+  };
+  simt::warp_meet(FULL_MASK, at, "mma", mine, compute, [&](const simt::Slot* s) {
+    const Operands x = s[simt::lane()].get<Operands>();
+    memcpy(d, x.d, sizeof d);
+    return 0;
+  });
+}
+
+inline void ldmatrix_x2(u32 (&r)[2], const void* row, Place at = here()) { simt::ldmatrix(r, row, false, at); }
+inline void ldmatrix_x4(u32 (&r)[4], const void* row, Place at = here()) { simt::ldmatrix(r, row, false, at); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, Place at = here()) { simt::ldmatrix(r, row, true, at); }
+
+inline u32 movmatrix_trans(u32 value, Place at = here()) {
+  return simt::warp_read(FULL_MASK, at, "movmatrix", value, [](const simt::Slot* s) {
+    const int g = simt::lane() / 4, t = simt::lane() % 4 * 2;
+    auto read = [&](int i, int j) { return s[i * 4 + j / 2].get<u32>() >> j % 2 * 16 & 0xffffu; };
+    return read(t, g) | read(t + 1, g) << 16;
+  });
+}
+
+// Until the wait the destination holds NaN.
+inline void cp_async16(void* dst, const void* src, bool valid, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(dst, 16, "cp.async");
+  simt::smem_offset(dst, 16, "cp.async");
+  simt::AsyncCopy copy{dst, simt::self->copy_group, {}};
+  if (valid) {
+    simt::check_aligned(src, 16, "cp.async");
+    simt::check_global(src, 16, "cp.async");
+    memcpy(copy.data, src, 16);
+  }
+  memset(dst, 0xff, 16);
+  simt::self->copies.push_back(copy);
+}
+inline void cp_async_commit() { simt::self->copy_group++; }
+template <int N>
+void cp_async_wait() {
+  std::vector<simt::AsyncCopy>& copies = simt::self->copies;
+  size_t kept = 0;
+  for (const simt::AsyncCopy& copy : copies) {
+    if (copy.group + N < simt::self->copy_group) {
+      memcpy(copy.dst, copy.data, 16);
+    } else {
+      copies[kept++] = copy;
+    }
+  }
+  copies.resize(kept);
+}
+
+inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(p, 16, "ld.global.v4");
+  simt::check_global(p, 16, "ld.global.v4");
+  return simt::load_argument<uint4>(p);
+}
+
+inline u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 r = __byte_perm(a, b, selector);
+  const u32 sign = (r >> 7 & 0x01010101u) * 0xffu;
+  const u32 replicate = (selector >> 3 & 1) * 0xffu | (selector >> 7 & 1) * 0xff00u |
+                        (selector >> 11 & 1) * 0xff0000u | (selector >> 15 & 1) * 0xff000000u;
+  return (r & ~replicate) | (sign & replicate);
+}
+
+inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
+inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }
+
+template <class Elem>
+u32 pack2(float lo, float hi) {
+  if constexpr (std::is_same_v<Elem, Half>) {
+    return simt::float_to_half(lo) | static_cast<u32>(simt::float_to_half(hi)) << 16;
+  } else {
+    return simt::float_to_bfloat16(lo) | static_cast<u32>(simt::float_to_bfloat16(hi)) << 16;
+  }
+}
+
+inline float to_float(Half x) { return simt::half_to_float(x.bits); }
+inline float to_float(Bfloat16 x) { return simt::element<Bfloat16>(x.bits); }
+inline float to_float(float x) { return x; }
+
+inline void bar_sync(int id, int threads, Place at = here()) {
+  simt::enter(at);
+  simt::arrive_and_wait(id, threads, "bar.sync");
+}
+inline void bar_arrive(int id, int threads, Place at = here()) {
+  simt::enter(at);
+  simt::arrive(id, threads, "bar.arrive");
+}
+
+}  // namespace ptx
+
+#endif

@@ -1,0 +1,198 @@
+"""decode.cu and merge.cu, the very files that a GPU runs, on the CPU harness."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuattn import _plan
+from simt import harness, product
+from strategies import Problem, lengths, problems
+from tolerance import assert_decode
+
+# A warp step is 32 keys, and a step of the whole CTA 128, in the configs drawn here.
+STEP = 32
+CTA_STEP = 128
+SEEDS = st.integers(0, 5)
+SPLITS = st.integers(1, 5)
+# Rows of one KV head: one tile of 8 and, with several query tokens or a group of 8, up to four.
+DRAWN = {"head_dims": (64, 128), "groups": (1, 3, 8), "page_sizes": (None, 16), "seqlens_q": (1, 2, 4), "batch_max": 2}
+
+
+@given(
+    problem=problems(lengths=lengths(STEP) | lengths(CTA_STEP), **DRAWN),
+    num_splits=SPLITS,
+    seed=SEEDS,
+)
+def test_decode_and_merge_obey_the_error_law_under_any_schedule(problem, num_splits, seed):
+    assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=seed))
+
+
+@pytest.mark.parametrize("head_dim", [96, 192, 256, 512])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_head_dim_obeys_the_error_law(head_dim, dtype):
+    for group, seqlen_q, num_splits in ((5, 1, 2), (12, 1, 1), (7, 3, 3)):
+        problem = Problem(
+            kv_len=(0, 131, 37), seqlen_q=seqlen_q, num_kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
+            page_size=5, sinks=True, window=(60, None), values="late_max",
+        )  # fmt: skip
+        assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
+def test_the_tiles_of_gpus_with_little_shared_memory_obey_the_error_law(head_dim):
+    problem = Problem(kv_len=(131, 1), num_kv_heads=2, group=4, head_dim=head_dim, page_size=16, values="late_max")
+    device = _plan.DEVICES["sm_86"]
+    assert_decode(problem, *product.decode(problem, num_splits=2, seed=3, device=device))
+
+
+@given(seed=SEEDS)
+@settings(max_examples=6)
+def test_the_schedule_does_not_change_a_bit(seed):
+    problem = Problem(kv_len=(200, 33), num_kv_heads=1, group=3, page_size=16, values="late_max", sinks=True)
+    first, other = product.decode(problem, num_splits=2), product.decode(problem, num_splits=2, seed=seed)
+    for a, b in zip(first, other, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_a_group_of_64_and_16_query_tokens_fill_several_row_blocks():
+    problem = Problem(kv_len=(45,), seqlen_q=16, group=64, head_dim=64, window=(20, None))
+    assert_decode(problem, *product.decode(problem, num_splits=2, seed=1))
+
+
+def test_an_empty_split_is_marked_by_its_lse_alone():
+    problem = Problem(kv_len=(0, 5), group=3)
+    out_partial, lse_partial = product.decode_arrays(*problem.arrays(), num_splits=4, merge=False)
+    assert np.isneginf(lse_partial[1:]).all()
+    assert np.isnan(out_partial[1:]).all()  # not written, and merge reads none of it
+    assert np.isneginf(lse_partial[0, 0]).all()
+    assert not out_partial[0, 0].any()
+
+
+@pytest.mark.parametrize(("given_len", "used_len"), [(99, 45), (2**31 - 1, 45), (-3, 0), (-(2**31), 0)])
+def test_a_device_length_outside_of_the_cache_is_limited_to_it(given_len, used_len):
+    problem = Problem(kv_len=(used_len,), group=2)
+    q, k_cache, v_cache, _ = Problem(kv_len=(40,), group=2).arrays()  # capacity 45, the last five are NaN
+    k_cache, v_cache = np.nan_to_num(k_cache), np.nan_to_num(v_cache)
+    want = product.decode_arrays(q, k_cache, v_cache, np.array(problem.kv_len, np.int32))
+    got = product.decode_arrays(q, k_cache, v_cache, np.array([20], np.int32), device_kv_len=np.array([given_len], np.int32))
+    for a, b in zip(got, want, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_views_with_any_outer_strides_are_read_in_place():
+    problem = Problem(kv_len=(70, 9), num_kv_heads=2, group=3)
+    q, k_cache, v_cache, kv_len = problem.arrays()
+    want = product.decode(problem, num_splits=2)
+    fused = np.full((*q.shape[:1], 3, *q.shape[1:]), np.nan, q.dtype)
+    fused[:, 1] = q
+    interleaved = np.stack((k_cache, v_cache), axis=2)
+    head_major = np.ascontiguousarray(v_cache.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    backwards = np.ascontiguousarray(head_major[::-1, :, ::-1])[::-1, :, ::-1]
+    lens = np.zeros(6, np.int32)
+    lens[::3] = kv_len
+    got = product.decode_arrays(
+        fused[:, 1], interleaved[:, :, 0], backwards, lens[::3], num_splits=2, **problem.options()
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a[:, 0].tobytes() == b.tobytes()
+
+
+DTYPES = st.sampled_from(("float32", "float16", "bfloat16"))
+
+
+@given(
+    num_parts=st.sampled_from((1, 2, 3, 4, 5, 9)),
+    heads=st.integers(1, 3),
+    head_dim=st.sampled_from((64, 128)),
+    spread=st.sampled_from((1.0, 100.0)),
+    empty=st.lists(st.booleans(), min_size=9, max_size=9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_merge_obeys_the_error_law_and_never_reads_an_empty_part(num_parts, heads, head_dim, spread, empty, seed):
+    from tolerance import assert_law
+
+    from cuattn import reference
+
+    rng = np.random.default_rng(seed)
+    parts = rng.standard_normal((num_parts, 2, heads, head_dim)).astype(np.float32)
+    lse_parts = (spread * rng.standard_normal(parts.shape[:-1])).astype(np.float32)
+    for part in range(num_parts):
+        if empty[part]:
+            lse_parts[part], parts[part] = -np.inf, np.nan
+    out = np.full(parts.shape[1:], np.nan, np.float32)
+    lse = np.full(lse_parts.shape[1:], np.nan, np.float32)
+    product.merge_arrays(parts, lse_parts, out, lse, seed=seed % 4)
+    same = reference.merge(parts, lse_parts, dtype=np.float32)
+    ref = reference.merge(parts, lse_parts)
+    # The weights come from float32 differences of lse: one rounding of the largest of them scales the parts.
+    largest = np.abs(lse_parts[np.isfinite(lse_parts)]).max(initial=1.0)
+    size = np.abs(np.nan_to_num(parts)).max(initial=0.0)
+    assert_law(out, same[0], ref[0], dtype=np.float32, magnitude=size * largest, context=seed)
+    assert_law(lse, same[1], ref[1], dtype=np.float32, magnitude=largest, context=seed)
+
+
+FAULTS = {
+    "a missing barrier: Q is read before it is written": (
+        "decode.cu",
+        "__syncthreads();  // q is in shared memory",
+        "",
+    ),
+    "a missing barrier: one warp's sums take the memory of another warp's ring": (
+        "decode.cu",
+        "__syncthreads();  // all warps are done with the ring, whose memory sm.o takes over",
+        "",
+    ),
+    "a missing wait: V is read before it has arrived": (
+        "decode.cu",
+        "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    __syncwarp();  // V of this step",
+        "__syncwarp();  // V of this step",
+    ),
+    "an out-of-range read: rows past the end of the sequence are copied": (
+        "decode.cu",
+        "token = position < end ? pages.slot(position) : 0;",
+        "token = pages.slot(position); v_valid = cfg::TILE_KV;",
+    ),
+    "a dropped rescale: the accumulators keep the old maximum": (
+        "common/softmax.cuh",
+        "rescale(n, c, factor);",
+        "rescale(n, c, 1.f);",
+    ),
+    "a dropped rescale: the sum keeps the old maximum": ("common/softmax.cuh", "l[n][c] *= factor;", ""),
+    "a mask one key too wide": ("common/mask.cuh", "position + right + 1", "position + right + 2"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    """Right without the fault under four schedules; wrong, or stopped by the harness, with it under one of them."""
+    page_size = None if "out-of-range" in fault else 16
+    problem = Problem(kv_len=(301, 420), seqlen_q=2, num_kv_heads=1, group=3, page_size=page_size, values="late_max")
+    caught = []
+    for seed in range(4):
+        assert_decode(problem, *product.decode(problem, seed=seed))
+        try:
+            result = product.decode(problem, seed=seed, patches=[FAULTS[fault]])
+            assert_decode(problem, *result)
+        except (harness.KernelError, AssertionError) as error:
+            caught.append(error)
+    assert caught
+
+
+@pytest.mark.skipif(bool(os.environ.get("CUATTN_SIMT_SANITIZE")), reason="this is the sanitizer run itself")
+def test_decode_and_merge_are_clean_under_address_and_undefined_behavior_sanitizers():
+    tests = Path(__file__).with_name("sanitized.py")
+    run = harness.run_with_sanitizers([str(tests)])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "6 problems" in run.stdout
+
+
+@pytest.mark.skipif(bool(os.environ.get("CUATTN_SIMT_SANITIZE")), reason="this is the sanitizer run itself")
+def test_address_sanitizer_sees_a_read_past_the_end_of_the_page_table():
+    run = harness.run_with_sanitizers([str(Path(__file__).with_name("sanitized.py")), "overrun"])
+    assert run.returncode != 0
+    assert "heap-buffer-overflow" in run.stderr
+    assert "paging.cuh" in run.stderr

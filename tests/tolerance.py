@@ -1,0 +1,212 @@
+"""The error law, and with it every tolerance for a kernel.
+
+With `ref` in float64 and `same` a NumPy attention that rounds where a kernel rounds,
+
+    max|got - ref| <= 2 max|same - ref| + 1 ulp(max|ref|)
+
+The factor 2 pays for another order of summation and for approximate exponentials; the ulp is that of the output's
+dtype and pays for one rounding that falls the other way where `same` happens to be exact. Maxima are taken over one
+sequence, never over a batch: outputs shrink as the number of keys grows, and a short sequence beside a long one must
+not set its tolerance.
+
+For lse the law is the same with another ulp. An lse is ``ln 2 * (m + log2 l)``: m is a float32 in base-2 units, the
+result of float32 sums over head_dim, and it may cancel against log2 l. So a relative error of lse says nothing; what
+is rounded are the partial sums of a score, one for every 16 products, and none of those exceeds the sum of the
+products' magnitudes. Few rows have few maxima, and the roundings of `same` may cancel in all of them, so the roundings
+of one score count as a random walk: the ulp is taken at the largest sum of magnitudes among the visible keys times
+the square root of the number of its roundings, or at lse itself in base-2 units if that is larger. A softcap has a
+slope of at most 1 and shrinks that error.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from strategies import DTYPES, Problem
+
+from cuattn import reference
+
+LOG2_E = float(np.log2(np.e))
+PRODUCTS_PER_ROUNDING = 16
+
+
+def ulp(x: float, dtype: npt.DTypeLike) -> float:
+    """Return the distance between numbers of `dtype` at the size of `x`."""
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.frexp(abs(float(x)))[1] - 1 if x else info.minexp
+    return float(2.0 ** (max(exponent, int(info.minexp)) - info.nmant))
+
+
+def score_magnitude(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+) -> float:
+    """Return the size of what is rounded on the way to an lse of one sequence.
+
+    That is the largest ``softmax_scale * log2 e * sum(|q k|)`` of a visible key, times the square root of the number
+    of partial sums.
+
+    Parameters
+    ----------
+    q : ndarray, shape (seqlen_q, num_qo_heads, head_dim)
+    k : ndarray, shape (kv_len, num_kv_heads, head_dim)
+    causal, window, softmax_scale
+        As in `cuattn.reference.attention`.
+
+    Returns
+    -------
+    float
+        Zero if no key is visible, and keys with NaN do not count.
+    """
+    seqlen_q, num_qo_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    rows = np.abs(q.astype(np.float64)).reshape(seqlen_q, k.shape[1], num_qo_heads // k.shape[1], head_dim)
+    keys = np.nan_to_num(np.abs(k.astype(np.float64)), nan=0)
+    largest = 0.0
+    for i, row in enumerate(rows):
+        start, stop = reference.visible_keys(i, seqlen_q, len(k), causal=causal, window=window)
+        sums = np.einsum("hgd,khd->hgk", row, keys[start:stop])
+        largest = max(largest, float(sums.max(initial=0)))
+    return largest * abs(scale) * LOG2_E * np.sqrt(max(1, head_dim / PRODUCTS_PER_ROUNDING))
+
+
+def _assert_same_places(got: np.ndarray, ref: np.ndarray, context: object) -> None:
+    for name, is_special in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(is_special(got) != is_special(ref))
+        if len(wrong):
+            index = tuple(int(i) for i in wrong[0])
+            raise AssertionError(
+                f"{name} in other places than the reference, {len(wrong)} of {ref.size}; "
+                f"first at {index}: got {got[index]}, reference {ref[index]}\n{context}"
+            )
+
+
+def assert_law(  # noqa: PLR0913  three arrays and what their law needs
+    got: np.ndarray,
+    same: np.ndarray,
+    ref: np.ndarray,
+    *,
+    dtype: npt.DTypeLike,
+    magnitude: float = 0.0,
+    context: object = "",
+) -> None:
+    """Assert the error law; positions of inf and NaN must be those of the reference.
+
+    Parameters
+    ----------
+    got, same, ref : ndarray, all of one shape
+        The result under test, the same-precision result, and the float64 reference.
+    dtype : dtype
+        Its ulp counts: that of `got` as it came.
+    magnitude : float, default 0
+        Size of what was rounded on the way, if larger than the result; see `score_magnitude`.
+    context : object
+        Printed on failure; a `Problem` reproduces it.
+    """
+    shapes = (got.shape, same.shape, ref.shape)
+    if len(set(shapes)) != 1:
+        raise AssertionError(f"shapes differ: got {shapes[0]}, same {shapes[1]}, reference {shapes[2]}\n{context}")
+    got, same, ref = (np.asarray(x).astype(np.float64) for x in (got, same, ref))
+    _assert_same_places(got, ref, context)
+    # The fill is the same in all three, so that places without a number add no error.
+    finite = np.isfinite(ref)
+    got, same, ref = (np.where(finite, x, 0.0) for x in (got, same, ref))
+    same_error = np.abs(same - ref).max(initial=0.0, where=np.isfinite(same))
+    step = ulp(max(np.abs(ref).max(initial=0.0), magnitude), dtype)
+    allowed = 2 * same_error + step
+    error = np.abs(got - ref)
+    if error.max(initial=0.0) > allowed:
+        index = tuple(int(i) for i in np.unravel_index(error.argmax(), error.shape))
+        raise AssertionError(
+            f"error {error[index]:.3e} ({error[index] / step:.1f} ulp) exceeds {allowed:.3e} "
+            f"({allowed / step:.1f} ulp, same precision {same_error / step:.1f} ulp) at {index}: "
+            f"got {got[index]!r}, same precision {same[index]!r}, reference {ref[index]!r}; "
+            f"{(error > allowed).sum()} of {error.size} values\n{context}"
+        )
+
+
+def assert_rows(  # noqa: PLR0913  three results and what their law needs
+    got: tuple[np.ndarray, np.ndarray | None],
+    same: tuple[np.ndarray, np.ndarray],
+    ref: tuple[np.ndarray, np.ndarray],
+    *,
+    dtype: npt.DTypeLike,
+    magnitude: float,
+    context: object = "",
+) -> None:
+    """Assert the error law for out and, unless None, lse of the rows of one sequence.
+
+    Parameters
+    ----------
+    got, same, ref : tuple of ndarray
+        out ``[..., value_dim]`` and lse ``[...]``.
+    dtype : dtype
+        That of out; lse is float32.
+    magnitude : float
+        See `score_magnitude`.
+    context : object
+        Printed on failure.
+    """
+    out, lse = got
+    assert_law(out, same[0], ref[0], dtype=dtype, context=f"out of {context}")
+    is_empty = np.isneginf(ref[1])
+    if np.any(np.asarray(out)[is_empty]):
+        raise AssertionError(f"out of a row without keys must be zero\n{context}")
+    if lse is not None:
+        finite = np.abs(ref[1]).max(initial=0.0, where=np.isfinite(ref[1]))
+        size = max(magnitude, finite * LOG2_E)
+        assert_law(lse, same[1], ref[1], dtype=np.float32, magnitude=size, context=f"lse of {context}")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a decode problem should give: (out, lse) twice, and the size of the scores of each sequence."""
+
+    same: tuple[np.ndarray, np.ndarray]
+    ref: tuple[np.ndarray, np.ndarray]
+    magnitudes: tuple[float, ...]
+
+
+@lru_cache(maxsize=64)
+def expected(problem: Problem) -> Expected:
+    """Return the reference and the same-precision result of a problem."""
+    arrays, options = problem.arrays(), problem.options()
+    masks = {name: options[name] for name in ("causal", "window")}
+    return Expected(
+        same=reference.decode_same_precision(*arrays, **options, return_lse=True),
+        ref=reference.decode(*arrays, **options, return_lse=True),
+        magnitudes=tuple(score_magnitude(q, k, **masks) for q, k, _ in problem.sequences()),
+    )
+
+
+def assert_decode(problem: Problem, got_out: np.ndarray, got_lse: np.ndarray | None = None) -> None:
+    """Assert that a result of `problem` obeys the error law, each sequence by itself.
+
+    Parameters
+    ----------
+    problem : Problem
+    got_out : ndarray, shape of q with value_dim for head_dim, dtype of the problem
+    got_lse : ndarray, shape of q without head_dim, float32, optional
+    """
+    want, dtype = expected(problem), DTYPES[problem.dtype]
+    for name, got, wanted, ref in (
+        ("out", got_out, dtype, want.ref[0]),
+        ("lse", got_lse, np.dtype(np.float32), want.ref[1]),
+    ):
+        if got is not None and (got.dtype != wanted or got.shape != ref.shape):
+            raise AssertionError(f"{name} must be {wanted} {ref.shape}, got {got.dtype} {got.shape}\n{problem}")
+    for b, magnitude in enumerate(want.magnitudes):
+        assert_rows(
+            (got_out[b], None if got_lse is None else got_lse[b]),
+            (want.same[0][b], want.same[1][b]),
+            (want.ref[0][b], want.ref[1][b]),
+            dtype=dtype,
+            magnitude=magnitude,
+            context=f"sequence {b} of {problem}",
+        )

@@ -93,9 +93,6 @@ def decode(  # noqa: PLR0913  one argument for each thing that a model may want
     synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from CuPy's
     pool if there is more than one split. The same call gives the same bits every time.
 
-    A value in `v_cache` that is infinite or NaN at a key which some, but not all, of a sequence's query tokens may see
-    reaches the others too.
-
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
 
     Examples

@@ -21,6 +21,8 @@ from . import _nvrtc
 from ._nvrtc import Report
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
     from ._plan import Config
@@ -170,7 +172,7 @@ def build(config: Config, arch: str) -> Cubin:
 
 
 def _store(
-    path: Path, result: _nvrtc.Compiled, record: dict[str, object], extra: dict[str, str] | None = None
+    path: Path, result: _nvrtc.Compiled, record: Mapping[str, object], extra: Mapping[str, str] | None = None
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in (extra or {}).items():

@@ -135,6 +135,10 @@ class DecodeConfig:
 
     kernel = "decode"
 
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.dtype.value}, {self.kv_format.value} cache, head_dim {self.head_dim}, {self.rows} query rows"
+
     @property
     def rows(self) -> int:
         """Query rows of a CTA."""
@@ -197,6 +201,10 @@ class MergeConfig:
 
     kernel = "merge"
 
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.in_dtype.value} parts, {self.out_dtype.value} result, head_dim {self.head_dim}"
+
     @property
     def smem_bytes(self) -> int:
         """``sizeof(Smem)`` in merge.cu, which asserts it: o, max and sum of every warp."""
@@ -220,47 +228,63 @@ Config = DecodeConfig | MergeConfig
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """A row of the tile tables."""
+    """A row of the tile tables; see `DecodeConfig`."""
 
-    max_row_tiles: int
     tile_kv: int
     num_stages: int
     num_warps: int
 
 
-# An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has (num_stages - 1) tiles in flight. Accumulators
-# take head_dim / 4 registers a row tile, so max_row_tiles keeps them at 128 or fewer.
+# By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
+# registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for 16
+# keys only. An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has num_stages - 1 tiles in flight.
+# Measured on an H200 at batch 1, 131072 keys: two CTAs that share an SM with three or more stages each are within 3 % of
+# every other choice of the same ring.
 _DECODE_LARGE = {
-    64: DecodeTile(4, 32, 6, 4),  # 96 KB of ring, two CTAs on an SM of 228 KB
-    96: DecodeTile(4, 32, 4, 4),  # 96 KB
-    128: DecodeTile(4, 32, 3, 4),  # 96 KB
-    192: DecodeTile(2, 16, 4, 4),  # 96 KB
-    256: DecodeTile(2, 16, 3, 4),  # 96 KB
-    512: DecodeTile(1, 16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
+    (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
+    (64, 2): DecodeTile(32, 6, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(32, 4, 4),
+    (96, 2): DecodeTile(32, 4, 4),
+    (96, 4): DecodeTile(16, 6, 4),
+    (128, 1): DecodeTile(32, 3, 4),
+    (128, 2): DecodeTile(32, 3, 4),
+    (128, 4): DecodeTile(16, 6, 4),
+    (192, 1): DecodeTile(16, 4, 4),
+    (192, 2): DecodeTile(16, 4, 4),
+    (256, 1): DecodeTile(16, 3, 4),
+    (256, 2): DecodeTile(16, 3, 4),
+    (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
 }
 # GPUs with 99 KB a block (sm_86, sm_89, sm_120): the ring, or the warps' accumulators that take its place, in 64 KB.
 _DECODE_SMALL = {
-    64: DecodeTile(4, 32, 4, 4),
-    96: DecodeTile(4, 32, 2, 4),
-    128: DecodeTile(4, 32, 2, 4),
-    192: DecodeTile(2, 16, 2, 4),
-    256: DecodeTile(2, 16, 2, 4),
-    512: DecodeTile(1, 16, 2, 2),
+    (64, 1): DecodeTile(32, 4, 4),
+    (64, 2): DecodeTile(32, 4, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(32, 2, 4),
+    (96, 2): DecodeTile(32, 2, 4),
+    (96, 4): DecodeTile(16, 4, 4),
+    (128, 1): DecodeTile(32, 2, 4),
+    (128, 2): DecodeTile(32, 2, 4),
+    (128, 4): DecodeTile(16, 4, 4),
+    (192, 1): DecodeTile(16, 2, 4),
+    (192, 2): DecodeTile(16, 2, 4),
+    (256, 1): DecodeTile(16, 2, 4),
+    (256, 2): DecodeTile(16, 2, 4),
+    (512, 1): DecodeTile(16, 2, 2),
 }
 _LARGE_SMEM = 160 * KIB
 
 
-def decode_tile(head_dim: int, device: Device) -> DecodeTile:
-    """Row of the tile table for a head_dim on a device."""
-    return (_DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL)[head_dim]
+def decode_tiles(device: Device) -> dict[tuple[int, int], DecodeTile]:
+    """Tile table of a device, by (head_dim, row_tiles)."""
+    return _DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL
 
 
-def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, device: Device) -> DecodeConfig:
-    """Config for `rows` query rows per KV head; row tiles are 1, 2 or 4, so that few kernels serve every group."""
-    tile = decode_tile(head_dim, device)
-    row_tiles = 1
-    while row_tiles < tile.max_row_tiles and 8 * row_tiles < rows:
-        row_tiles *= 2
+def _config(
+    dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device
+) -> DecodeConfig:
+    tile = decode_tiles(device)[head_dim, row_tiles]
     config = DecodeConfig(dtype, kv_format, head_dim, row_tiles, tile.tile_kv, tile.num_stages, tile.num_warps)
     # A thread may have 255 registers, allocated as 256.
     by_registers = REGISTERS_PER_SM // (256 * config.num_warps * WARP)
@@ -268,15 +292,20 @@ def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, d
     return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
 
 
+def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, device: Device) -> DecodeConfig:
+    """Config for `rows` query rows per KV head: the fewest row tiles that hold them, else the most there are."""
+    choices = sorted(row_tiles for dim, row_tiles in decode_tiles(device) if dim == head_dim)
+    row_tiles = next((n for n in choices if 8 * n >= rows), choices[-1])
+    return _config(dtype, kv_format, head_dim, row_tiles, device)
+
+
 def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode` and `merge` can ask for on a device."""
     configs: list[Config] = []
     for dtype in (Dtype.FP16, Dtype.BF16):
+        for head_dim, row_tiles in decode_tiles(device):
+            configs.append(_config(dtype, KvFormat.RAW16, head_dim, row_tiles, device))
         for head_dim in HEAD_DIMS:
-            rows = 8
-            while rows <= 8 * decode_tile(head_dim, device).max_row_tiles:
-                configs.append(decode_config(dtype, KvFormat.RAW16, head_dim, rows, device))
-                rows *= 2
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim), MergeConfig(dtype, dtype, head_dim)]
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
     return configs
@@ -375,7 +404,6 @@ class DecodePlan:
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
-        waves = self.grid[0] * self.grid[1] * self.grid[2] / (self.device.num_sms * c.ctas_per_sm)
         roof = f", {self.roof_us:.1f} us at {self.device.bandwidth / 1e12:.2f} TB/s" if self.device.bandwidth else ""
         return "\n".join(
             (
@@ -384,7 +412,7 @@ class DecodePlan:
                 f" head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys",
                 f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps,"
                 f" {c.num_stages} stages, {c.smem_bytes} bytes of shared memory",
-                f"  launch     grid {self.grid}, block {self.block[0]}, {waves:.2f} waves",
+                f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
                 f"  splits     {self.num_splits}: {self.reason}",
                 f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
                 f"  traffic    {self.kv_bytes / 1e6:.1f} MB of K and V, {self.flops / 1e9:.2f} GFLOP{roof}",
@@ -395,8 +423,9 @@ class DecodePlan:
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> tuple[int, str]:
     """Number of splits and the reason for it.
 
-    The fewest splits whose last wave leaves at most 15 % more of the GPU idle than the best choice does. A split has at
-    least two steps a warp, so that the pipeline fills.
+    The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is enough
+    to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further split costs
+    workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills.
 
     Parameters
     ----------
@@ -408,18 +437,18 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     reason : str
     """
     ctas = problem.batch * problem.num_kv_heads * ceil_div(problem.rows, config.rows)
-    slots = device.num_sms * config.ctas_per_sm
-    longest = max(1, min(MAX_SPLITS, problem.max_kv_len // (2 * config.min_split)))
-    if longest == 1:
+    longest = min(MAX_SPLITS, problem.max_kv_len // (2 * config.min_split))
+    if longest <= 1:
         return 1, f"{problem.max_kv_len} keys are too few to cut"
-    limit = min(longest, max(1, ceil_div(4 * slots, ctas)))
+    limit = min(longest, ceil_div(2 * device.num_sms, ctas))
 
-    def efficiency(splits: int) -> float:
-        return splits * ctas / (ceil_div(splits * ctas, slots) * slots)
+    def busy(splits: int) -> float:
+        return splits * ctas / align(splits * ctas, device.num_sms)
 
-    best = max(efficiency(s) for s in range(1, limit + 1))
-    splits = next(s for s in range(1, limit + 1) if efficiency(s) >= 0.85 * best)
-    return splits, f"{splits * ctas} CTAs use {efficiency(splits):.0%} of their waves of {slots}"
+    best = max(busy(s) for s in range(1, limit + 1))
+    splits = next(s for s in range(1, limit + 1) if busy(s) >= 0.95 * best)
+    rounds = ceil_div(splits * ctas, device.num_sms)
+    return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy over {rounds} a SM"
 
 
 def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None = None) -> DecodePlan:

@@ -17,7 +17,7 @@
 namespace {
 
 using Elem = ElemOf<cfg::DTYPE>::type;
-using Kv = KvOf<cfg::KV_FORMAT, cfg::HEAD_DIM>::type;
+using Kv = KvOf<cfg::KV_FORMAT, Elem, cfg::HEAD_DIM>::type;
 using QTile = Tile16<cfg::HEAD_DIM>;
 
 constexpr int ROWS = 8 * cfg::ROW_TILES;
@@ -239,6 +239,35 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
   }
 }
 
+// As multiply_v for a tile with infinities or NaN, where 0 times a hidden value would show: each row adds its own keys only.
+// Slow, and rare: such values next to the newest tokens of a call with several of them.
+__device__ __forceinline__ void multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4],
+                                                   const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile,
+                                                   const DecodeParams& params, const Work& w, int key0, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const KeyRange keys = w.keys(params, n * 8 + 2 * t + c);
+      const int lo = keys.lo - key0, hi = min(keys.hi, w.end) - key0;
+#pragma unroll
+      for (int i = 0; i < KEY_BLOCKS; ++i) {
+        for (int key = 0; key < 16; ++key) {
+          const float held = key < 8 ? p[i][n][c] : p[i][n][c + 2];  // of keys g and g + 8, the same row in lanes of one t
+          const float weight = __shfl_sync(FULL_MASK, held, key % 8 * 4 + t);
+          if (i * 16 + key < lo || i * 16 + key >= hi) continue;
+#pragma unroll
+          for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
+            o[n][mb][c] += weight * Kv::value(tile, i * 16 + key, mb * 16 + g);
+            o[n][mb][c + 2] += weight * Kv::value(tile, i * 16 + key, mb * 16 + g + 8);
+          }
+        }
+      }
+    }
+  }
+}
+
 __device__ __forceinline__ void load_queries(const DecodeParams& p, const Work& w, u8* q) {
   for (int index = threadIdx.x; index < ROWS * QTile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
     const int row = index / QTile::CHUNKS, chunk = index % QTile::CHUNKS;
@@ -353,7 +382,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
         }
       }
     }
-    if (key0 < full_lo || key0 + cfg::TILE_KV > full_hi) {
+    const bool masked = key0 < full_lo || key0 + cfg::TILE_KV > full_hi;
+    if (masked) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -379,7 +409,11 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
     loader.load_ahead<false>(ring, lane);
-    multiply_v(o, s, slot, lane);
+    if (masked && p.seqlen_q > 1 && !Kv::all_finite(slot, cfg::TILE_KV, lane)) {
+      multiply_v_visible(o, s, slot, p, w, key0, lane);
+    } else {
+      multiply_v(o, s, slot, lane);
+    }
     next_slot();
   }
 

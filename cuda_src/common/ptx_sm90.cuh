@@ -80,8 +80,8 @@ __device__ __forceinline__ void tma_load_2d(void* dst, const TensorMap* map, u64
 }
 __device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, u64* bar, int c0, int c1, int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];" ::
-          "r"(smem_addr(dst)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], "
+      "[%2];" ::"r"(smem_addr(dst)),
       "l"(map), "r"(smem_addr(bar)), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
@@ -137,26 +137,27 @@ __device__ __forceinline__ u64 smem_desc(const void* p, u32 lbo, u32 sbo) {
 #define CUATTN_REGS80 CUATTN_REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define CUATTN_REGS88 CUATTN_REGS80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define CUATTN_REGS96 CUATTN_REGS88 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define CUATTN_REGS128                                                                                   \
-  CUATTN_REGS96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113" \
-                ",%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define CUATTN_REGS128                                                                     \
+  CUATTN_REGS96                                                                            \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113" \
+  ",%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define CUATTN_ACC4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CUATTN_ACC8(i) CUATTN_ACC4(i), CUATTN_ACC4(i + 4)
 #define CUATTN_ACC16(i) CUATTN_ACC8(i), CUATTN_ACC8(i + 8)
 #define CUATTN_ACC32(i) CUATTN_ACC16(i), CUATTN_ACC16(i + 16)
 #define CUATTN_ACC64(i) CUATTN_ACC32(i), CUATTN_ACC32(i + 32)
 // WGMMA(N, registers, seven operand numbers that follow them, operands)
-#define CUATTN_WGMMA_SHAPES(WGMMA)                                                                                    \
-  WGMMA(8, CUATTN_REGS4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", CUATTN_ACC4(0))                                   \
-  WGMMA(16, CUATTN_REGS8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", CUATTN_ACC8(0))                              \
-  WGMMA(32, CUATTN_REGS16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", CUATTN_ACC16(0))                          \
-  WGMMA(64, CUATTN_REGS32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", CUATTN_ACC32(0))                          \
-  WGMMA(96, CUATTN_REGS48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", CUATTN_ACC32(0), CUATTN_ACC16(32))        \
-  WGMMA(128, CUATTN_REGS64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", CUATTN_ACC64(0))                         \
-  WGMMA(160, CUATTN_REGS80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", CUATTN_ACC64(0), CUATTN_ACC16(64))       \
-  WGMMA(176, CUATTN_REGS88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", CUATTN_ACC64(0), CUATTN_ACC16(64),       \
-        CUATTN_ACC8(80))                                                                                              \
-  WGMMA(192, CUATTN_REGS96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", CUATTN_ACC64(0), CUATTN_ACC32(64))    \
+#define CUATTN_WGMMA_SHAPES(WGMMA)                                                                                 \
+  WGMMA(8, CUATTN_REGS4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", CUATTN_ACC4(0))                                \
+  WGMMA(16, CUATTN_REGS8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", CUATTN_ACC8(0))                           \
+  WGMMA(32, CUATTN_REGS16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", CUATTN_ACC16(0))                       \
+  WGMMA(64, CUATTN_REGS32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", CUATTN_ACC32(0))                       \
+  WGMMA(96, CUATTN_REGS48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", CUATTN_ACC32(0), CUATTN_ACC16(32))     \
+  WGMMA(128, CUATTN_REGS64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", CUATTN_ACC64(0))                      \
+  WGMMA(160, CUATTN_REGS80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", CUATTN_ACC64(0), CUATTN_ACC16(64))    \
+  WGMMA(176, CUATTN_REGS88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", CUATTN_ACC64(0), CUATTN_ACC16(64),    \
+        CUATTN_ACC8(80))                                                                                           \
+  WGMMA(192, CUATTN_REGS96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", CUATTN_ACC64(0), CUATTN_ACC32(64)) \
   WGMMA(256, CUATTN_REGS128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", CUATTN_ACC64(0), CUATTN_ACC64(64))
 
 template <class Elem>
@@ -167,28 +168,28 @@ template <int N>
 constexpr bool IS_WGMMA_SHAPE =
     N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 160 || N == 176 || N == 192 || N == 256;
 
-#define CUATTN_WGMMA_ASM(N_, TYPE, REGS, A, B, ACCUMULATE, TAIL)                                     \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N_       \
-  "k16.f32." TYPE "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, " TAIL ";\n}"
-#define CUATTN_WGMMA_SS(N_, REGS, I0, I1, I2, I3, I4, I5, I6, ...)                                                    \
-  if constexpr (N == N_ && IS_HALF<Elem>) {                                                                           \
-    asm volatile(CUATTN_WGMMA_ASM(N_, "f16", REGS, I0, I1, I2, I3 ", " I4)                                            \
-                 : __VA_ARGS__                                                                                        \
-                 : "l"(desc_a), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_A), "n"(TRANS_B));                    \
-  } else if constexpr (N == N_) {                                                                                     \
-    asm volatile(CUATTN_WGMMA_ASM(N_, "bf16", REGS, I0, I1, I2, I3 ", " I4)                                           \
-                 : __VA_ARGS__                                                                                        \
-                 : "l"(desc_a), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_A), "n"(TRANS_B));                    \
+#define CUATTN_WGMMA_ASM(N_, TYPE, REGS, A, B, ACCUMULATE, TAIL)                                               \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N_ "k16.f32." TYPE \
+  "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, " TAIL ";\n}"
+#define CUATTN_WGMMA_SS(N_, REGS, I0, I1, I2, I3, I4, I5, I6, ...)                                 \
+  if constexpr (N == N_ && IS_HALF<Elem>) {                                                        \
+    asm volatile(CUATTN_WGMMA_ASM(N_, "f16", REGS, I0, I1, I2, I3 ", " I4)                         \
+                 : __VA_ARGS__                                                                     \
+                 : "l"(desc_a), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_A), "n"(TRANS_B)); \
+  } else if constexpr (N == N_) {                                                                  \
+    asm volatile(CUATTN_WGMMA_ASM(N_, "bf16", REGS, I0, I1, I2, I3 ", " I4)                        \
+                 : __VA_ARGS__                                                                     \
+                 : "l"(desc_a), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_A), "n"(TRANS_B)); \
   }
-#define CUATTN_WGMMA_RS(N_, REGS, I0, I1, I2, I3, I4, I5, I6, ...)                                                    \
-  if constexpr (N == N_ && IS_HALF<Elem>) {                                                                           \
-    asm volatile(CUATTN_WGMMA_ASM(N_, "f16", REGS, "{" I0 "," I1 "," I2 "," I3 "}", I4, I5, I6)                       \
-                 : __VA_ARGS__                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_B));   \
-  } else if constexpr (N == N_) {                                                                                     \
-    asm volatile(CUATTN_WGMMA_ASM(N_, "bf16", REGS, "{" I0 "," I1 "," I2 "," I3 "}", I4, I5, I6)                      \
-                 : __VA_ARGS__                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_B));   \
+#define CUATTN_WGMMA_RS(N_, REGS, I0, I1, I2, I3, I4, I5, I6, ...)                                                  \
+  if constexpr (N == N_ && IS_HALF<Elem>) {                                                                         \
+    asm volatile(CUATTN_WGMMA_ASM(N_, "f16", REGS, "{" I0 "," I1 "," I2 "," I3 "}", I4, I5, I6)                     \
+                 : __VA_ARGS__                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_B)); \
+  } else if constexpr (N == N_) {                                                                                   \
+    asm volatile(CUATTN_WGMMA_ASM(N_, "bf16", REGS, "{" I0 "," I1 "," I2 "," I3 "}", I4, I5, I6)                    \
+                 : __VA_ARGS__                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate ? 1 : 0), "n"(TRANS_B)); \
   }
 
 // PTX ISA: wgmma.mma_async.sync.aligned.m64nNk16.f32.{f16,bf16}.{f16,bf16}. Both operands in shared memory; d is

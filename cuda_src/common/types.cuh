@@ -44,6 +44,17 @@ struct ElemOf<Dtype::FP32> {
   using type = float;
 };
 
+template <class Elem>
+struct ElemTraits;
+template <>
+struct ElemTraits<Half> {
+  static constexpr u32 EXPONENT = 0x7c00;
+};
+template <>
+struct ElemTraits<Bfloat16> {
+  static constexpr u32 EXPONENT = 0x7f80;
+};
+
 __device__ __forceinline__ float neg_inf() { return __int_as_float(static_cast<int>(0xff800000u)); }
 
 #endif

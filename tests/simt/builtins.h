@@ -24,14 +24,10 @@
 #define blockDim (simt::block->launch->block)
 #define gridDim (simt::block->launch->grid)
 
-#define SIMT_VECTORS(name, type)                                                               \
-  struct alignas(2 * sizeof(type)) name##2 {                                                   \
-    type x, y;                                                                                 \
-  };                                                                                           \
-  struct alignas(4 * sizeof(type)) name##4 {                                                   \
-    type x, y, z, w;                                                                           \
-  };                                                                                           \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                             \
+#define SIMT_VECTORS(name, type)                                   \
+  struct alignas(2 * sizeof(type)) name##2 { type x, y; };         \
+  struct alignas(4 * sizeof(type)) name##4 { type x, y, z, w; };   \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; } \
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 SIMT_VECTORS(uint, unsigned)
 SIMT_VECTORS(int, int)
@@ -120,32 +116,32 @@ inline unsigned __ballot_sync(unsigned mask, int p, simt::Place at = simt::here(
 inline int __any_sync(unsigned mask, int p, simt::Place at = simt::here()) { return __ballot_sync(mask, p, at) != 0; }
 inline int __all_sync(unsigned mask, int p, simt::Place at = simt::here()) { return __ballot_sync(mask, !p, at) == 0; }
 
-#define SIMT_REDUCE(name, expression)                                                             \
-  template <class T>                                                                              \
-  T name(unsigned mask, T v, simt::Place at = simt::here()) {                                     \
-    static_assert(std::is_integral_v<T> && sizeof(T) == 4, #name " takes 32-bit integers");       \
-    return simt::fold(mask, v, at, #name, [](T a, T b) { return static_cast<T>(expression); });   \
+#define SIMT_REDUCE(name, expression)                                                           \
+  template <class T>                                                                            \
+  T name(unsigned mask, T v, simt::Place at = simt::here()) {                                   \
+    static_assert(std::is_integral_v<T> && sizeof(T) == 4, #name " takes 32-bit integers");     \
+    return simt::fold(mask, v, at, #name, [](T a, T b) { return static_cast<T>(expression); }); \
   }
 SIMT_REDUCE(__reduce_add_sync, a + b)
 SIMT_REDUCE(__reduce_min_sync, b < a ? b : a)
 SIMT_REDUCE(__reduce_max_sync, a < b ? b : a)
-SIMT_REDUCE(__reduce_and_sync, a & b)
+SIMT_REDUCE(__reduce_and_sync, (a & b))
 SIMT_REDUCE(__reduce_or_sync, a | b)
 SIMT_REDUCE(__reduce_xor_sync, a ^ b)
 #undef SIMT_REDUCE
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 
-#define SIMT_ATOMIC(name, expression)                                                \
-  template <class T, class U>                                                        \
-  T name(T* p, U value) {                                                            \
-    const T b = static_cast<T>(value);                                               \
+#define SIMT_ATOMIC(name, expression)                                                 \
+  template <class T, class U>                                                         \
+  T name(T* p, U value) {                                                             \
+    const T b = static_cast<T>(value);                                                \
     return simt::atomic(p, [b](T a) { return (void)a, static_cast<T>(expression); }); \
   }
 SIMT_ATOMIC(atomicAdd, a + b)
 SIMT_ATOMIC(atomicMin, b < a ? b : a)
 SIMT_ATOMIC(atomicMax, a < b ? b : a)
-SIMT_ATOMIC(atomicAnd, a & b)
+SIMT_ATOMIC(atomicAnd, (a & b))
 SIMT_ATOMIC(atomicOr, a | b)
 SIMT_ATOMIC(atomicExch, b)
 SIMT_ATOMIC(atomicInc, a >= b ? 0 : a + 1)
@@ -155,10 +151,10 @@ T atomicCAS(T* p, U compare, V value) {
   return simt::atomic(p, [=](T a) { return a == static_cast<T>(compare) ? static_cast<T>(value) : a; });
 }
 
-#define SIMT_LOAD(name)  \
-  template <class T>     \
-  T name(const T* p) {   \
-    return *p;           \
+#define SIMT_LOAD(name) \
+  template <class T>    \
+  T name(const T* p) {  \
+    return *p;          \
   }
 SIMT_LOAD(__ldg)
 SIMT_LOAD(__ldcg)

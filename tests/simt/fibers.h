@@ -2,9 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The schedule is adversarial. A warp runs until all its threads wait, and only then the next warp starts, so warps
-// drift apart as far as the kernel's synchronization lets them. Asynchronous copies land as late as possible: when no
-// thread can run. `seed` 0 takes blocks, warps, lanes and copies in ascending order, 1 in descending order, and larger
-// seeds permute them. Shared memory starts as NaN (0xff bytes).
+// drift apart as far as the kernel's synchronization lets them. Asynchronous work is as late as possible: TMA and bulk
+// copies land, and waits for wgmma return, when no thread can run. `seed` 0 takes blocks, warps, lanes and copies in
+// ascending order, 1 in descending order, and larger seeds permute them. Shared memory starts as NaN (0xff bytes).
+//
+// Not seen: a missing fence (memory, proxy or mbarrier-init), bank conflicts, registers, speed. Sums have another order
+// than on tensor cores. There are no clusters, and blocks do not run beside each other.
 #ifndef CUATTN_SIMT_FIBERS_H
 #define CUATTN_SIMT_FIBERS_H
 #if !defined(__x86_64__)
@@ -164,6 +167,8 @@ struct Block {
   std::vector<std::list<Meeting>> warp_meetings, group_meetings;
   std::vector<std::vector<PendingOperand>> operands;  // by warpgroup
   std::vector<BulkCopy> in_flight;
+  Word lulls = 0;  // how often no thread could run, and late_waits were let go
+  int late_waits = 0;
   unsigned random = 0;
   void* scheduler_sp = nullptr;
   void* scheduler_fake_stack = nullptr;
@@ -258,14 +263,18 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
   for (;;) to_scheduler();
 }
 
-inline bool blocked(const Fiber& f) {
-  return f.done || (f.wait.word && (*f.wait.word & f.wait.mask) == f.wait.value);
-}
+inline bool blocked(const Fiber& f) { return f.done || (f.wait.word && (*f.wait.word & f.wait.mask) == f.wait.value); }
 
 inline void wait_for(const Wait& wait) {
   self->wait = wait;
   while (blocked(*self)) to_scheduler();
   self->wait.word = nullptr;
+}
+
+// Waits until no thread can run.
+inline void wait_late(const char* what) {
+  block->late_waits++;
+  wait_for({&block->lulls, ~0ull, block->lulls, what, nullptr, nullptr});
 }
 
 // Lets the other threads run, in a loop that polls memory.
@@ -360,14 +369,19 @@ auto warp_read(unsigned mask, Place at, const char* what, const T& value, Read r
 
 // ---- scheduler ---------------------------------------------------------------------------------------------------
 
-inline unsigned next_random(Block& b) { return (b.random = b.random * 1664525u + 1013904223u) >> 8; }
+// One of 0 .. n - 1: the first for seed 0, the last for seed 1, any for larger seeds.
+inline int choose(Block& b, int n) {
+  if (b.launch->seed < 2) return b.launch->seed ? n - 1 : 0;
+  b.random = b.random * 1664525u + 1013904223u;
+  return static_cast<int>((b.random >> 8) % static_cast<unsigned>(n));
+}
 
 // 0 .. n - 1 in the order that the seed asks for.
 inline std::vector<int> ordered(Block& b, int n) {
   const int seed = b.launch->seed;
   std::vector<int> order(n);
   for (int i = 0; i < n; i++) order[i] = seed == 1 ? n - 1 - i : i;
-  for (int i = n - 1; seed > 1 && i > 0; i--) std::swap(order[i], order[next_random(b) % (i + 1)]);
+  for (int i = n - 1; seed > 1 && i > 0; i--) std::swap(order[i], order[choose(b, i + 1)]);
   return order;
 }
 
@@ -426,7 +440,7 @@ inline void prepare(Block& b) {
   b.group_meetings = std::vector<std::list<Meeting>>(groups);
   b.operands.assign(groups, {});
   b.in_flight.clear();
-  b.done = 0;
+  b.late_waits = b.done = 0;
   memset(b.smem, 0xff, b.smem_bytes);
 }
 
@@ -457,11 +471,13 @@ inline void run_block(Block& b) {
     }
     if (progress) {
       idle = 0;
+    } else if (b.late_waits && (b.in_flight.empty() || choose(b, 2) == 0)) {
+      b.late_waits = 0;
+      b.lulls++;
     } else if (!b.in_flight.empty()) {
-      const size_t n = b.in_flight.size();
-      const size_t i = b.launch->seed > 1 ? next_random(b) % n : b.launch->seed ? n - 1 : 0;
+      const int i = choose(b, static_cast<int>(b.in_flight.size()));
       const BulkCopy copy = std::move(b.in_flight[i]);
-      b.in_flight.erase(b.in_flight.begin() + static_cast<long>(i));
+      b.in_flight.erase(b.in_flight.begin() + i);
       copy.land(copy);
     } else if (++idle > 100) {  // a poll may be bounded
       report_deadlock(b);

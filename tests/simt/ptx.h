@@ -6,7 +6,6 @@
 #ifndef CUATTN_COMMON_PTX_CUH
 #define CUATTN_COMMON_PTX_CUH
 #include "builtins.h"
-
 #include "common/types.cuh"
 
 namespace simt {
@@ -183,8 +182,8 @@ inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
 inline u32 prmt(u32 a, u32 b, u32 selector) {
   u32 r = __byte_perm(a, b, selector);
   const u32 sign = (r >> 7 & 0x01010101u) * 0xffu;
-  const u32 replicate = (selector >> 3 & 1) * 0xffu | (selector >> 7 & 1) * 0xff00u |
-                        (selector >> 11 & 1) * 0xff0000u | (selector >> 15 & 1) * 0xff000000u;
+  const u32 replicate = (selector >> 3 & 1) * 0xffu | (selector >> 7 & 1) * 0xff00u | (selector >> 11 & 1) * 0xff0000u |
+                        (selector >> 15 & 1) * 0xff000000u;
   return (r & ~replicate) | (sign & replicate);
 }
 

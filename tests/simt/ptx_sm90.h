@@ -70,7 +70,8 @@ inline void update_mbarrier(u64* bar, u32 arrivals, i64 bytes) {
   if (m.pending == 0 && m.bytes == 0) {
     for (const BulkCopy& copy : block->in_flight) {
       if (copy.mbarrier != bar) continue;
-      fail("mbarrier at shared memory +%u: a phase completes with copies in flight, too few bytes were expected", offset);
+      fail("mbarrier at shared memory +%u: a phase completes with copies in flight, too few bytes were expected",
+           offset);
     }
     m.phase ^= 1;
     m.pending = m.expected;
@@ -225,6 +226,7 @@ void wgmma(float (&d)[N / 2], const u32* a, u64 desc_a, u64 desc_b, bool accumul
 
 inline void wgmma_wait(int still, Place at) {
   enter(at);
+  if (!self->accs.empty()) wait_late("wgmma.wait_group");
   std::vector<PendingOperand>& operands = block->operands[self->linear / GROUP_LANES];
   for (size_t i = 0; i < operands.size();) {
     const PendingOperand& x = operands[i];

@@ -83,6 +83,29 @@ def test_a_device_length_outside_of_the_cache_is_limited_to_it(given_len, used_l
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.parametrize("window", [None, (3, None)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(bad, window, dtype):
+    """Several query tokens share a tile of keys that only some of them see."""
+    problem = Problem(kv_len=(70,), seqlen_q=4, group=3, window=window, dtype=dtype)
+    q, k_cache, v_cache, kv_len = problem.arrays()
+    seen_from = 68  # key 68 is hidden from the tokens at positions 66 and 67
+    v_cache[0, seen_from, 0, 5] = bad
+    k_cache[0, seen_from + 1] = np.nan  # key 69 makes every element of the last token NaN
+    out, lse = product.decode_arrays(q, k_cache, v_cache, kv_len, num_splits=2, window=window)
+    clean, clean_lse = product.decode(problem, num_splits=2)
+    first = slice(0, 2)
+    np.testing.assert_array_equal(lse[:, first], clean_lse[:, first])
+    assert np.isfinite(out[:, first].astype(np.float32)).all()
+    # Summed in another order, key by key.
+    assert np.abs(out[:, first].astype(np.float64) - clean[:, first].astype(np.float64)).max() < np.abs(clean[:, first].astype(np.float64)).max() * 2.0**-7
+    third = out[:, 2].astype(np.float32)
+    assert np.array_equal(third[..., 5], np.full_like(third[..., 5], bad), equal_nan=True)
+    assert np.isfinite(np.delete(third, 5, axis=-1)).all()
+    assert np.isnan(out[:, 3].astype(np.float32)).all()
+
+
 def test_views_with_any_outer_strides_are_read_in_place():
     problem = Problem(kv_len=(70, 9), num_kv_heads=2, group=3)
     q, k_cache, v_cache, kv_len = problem.arrays()
@@ -169,8 +192,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     """Right without the fault under four schedules; wrong, or stopped by the harness, with it under one of them."""
-    page_size = None if "out-of-range" in fault else 16
-    problem = Problem(kv_len=(301, 420), seqlen_q=2, num_kv_heads=1, group=3, page_size=page_size, values="late_max")
+    shape = {"seqlen_q": 1, "page_size": None} if "out-of-range" in fault else {"seqlen_q": 2, "page_size": 16}
+    problem = Problem(kv_len=(301, 420), group=3, values="late_max", **shape)
     caught = []
     for seed in range(4):
         assert_decode(problem, *product.decode(problem, seed=seed))

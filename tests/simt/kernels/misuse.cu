@@ -25,25 +25,17 @@ extern "C" __global__ void barrier_sizes(int*) {
 extern "C" __global__ void divergent_shuffle(int* x) {
   if (threadIdx.x % 2 == 0) x[threadIdx.x] = __shfl_xor_sync(FULL_MASK, x[threadIdx.x], 2);
 }
-extern "C" __global__ void unnamed_lane(int* x) {
-  x[threadIdx.x] = __shfl_sync(0x7fffffffu, x[threadIdx.x], 0);
-}
+extern "C" __global__ void unnamed_lane(int* x) { x[threadIdx.x] = __shfl_sync(0x7fffffffu, x[threadIdx.x], 0); }
 extern "C" __global__ void unnamed_source(int* x) {
   if (threadIdx.x < 16) x[threadIdx.x] = __shfl_sync(0xffffu, x[threadIdx.x], 20);
 }
 extern "C" __global__ void poll_forever(int* x) {
   while (*const_cast<volatile int*>(x) != -1) __nanosleep(100);
 }
-extern "C" __global__ void store_past_the_end(int* x) {
-  reinterpret_cast<int*>(ptx::dynamic_smem())[256] = x[0];
-}
-extern "C" __global__ void copy_past_the_end(int* x) {
-  ptx::cp_async16(ptx::dynamic_smem() + 1024, x, true);
-}
+extern "C" __global__ void store_past_the_end(int* x) { reinterpret_cast<int*>(ptx::dynamic_smem())[256] = x[0]; }
+extern "C" __global__ void copy_past_the_end(int* x) { ptx::cp_async16(ptx::dynamic_smem() + 1024, x, true); }
 extern "C" __global__ void copy_past_the_array(int* x) { ptx::cp_async16(ptx::dynamic_smem(), x + 64, true); }
-extern "C" __global__ void load_past_the_array(int* x) {
-  x[0] = static_cast<int>(ptx::ld_global_nc_v4(x + 64).x);
-}
+extern "C" __global__ void load_past_the_array(int* x) { x[0] = static_cast<int>(ptx::ld_global_nc_v4(x + 64).x); }
 extern "C" __global__ void crooked_copy(int* x) { ptx::cp_async16(ptx::dynamic_smem() + 8, x, true); }
 extern "C" __global__ void crooked_ldmatrix(int*) {
   u32 r[4];

@@ -125,9 +125,9 @@ __device__ __forceinline__ void wgmma_test(const WgmmaParams& p) {
 }
 
 // KERNEL(name, Elem, N, RS, TRANS_A, TRANS_B): every mode for a few shapes, every shape once.
-#define KERNEL(name, ...)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(128) name(const __grid_constant__ WgmmaParams p) {         \
-    wgmma_test<__VA_ARGS__>(p);                                                                           \
+#define KERNEL(name, ...)                                                                         \
+  extern "C" __global__ void __launch_bounds__(128) name(const __grid_constant__ WgmmaParams p) { \
+    wgmma_test<__VA_ARGS__>(p);                                                                   \
   }
 KERNEL(wgmma_f16_8_ss_kk, Half, 8, false, 0, 0)
 KERNEL(wgmma_f16_16_ss_kk, Half, 16, false, 0, 0)

@@ -9,9 +9,9 @@ constexpr int NUM_WORDS = 52, NUM_FLOATS = 6, IMAGE_ROWS = 256;
 
 // words [128, 16]; halves [128, 8], bfloats [128, 8]: pairs of small integers; rows [128]: of the image; image
 // [IMAGE_ROWS] 16 bytes each; exact [128, NUM_WORDS]; approximate [128, NUM_FLOATS].
-extern "C" __global__ void __launch_bounds__(128) warp_ops(const u32* words, const u32* halves, const u32* bfloats,
-                                                           const int* rows, const uint4* image, u32* exact,
-                                                           float* approximate) {
+extern "C" __global__ void __launch_bounds__(128)
+    warp_ops(const u32* words, const u32* halves, const u32* bfloats, const int* rows, const uint4* image, u32* exact,
+             float* approximate) {
   __shared__ u32 mailbox[128];
   u8* smem = ptx::dynamic_smem();  // the image
   const int tid = threadIdx.x, lane = tid % WARP;

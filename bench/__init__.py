@@ -1,0 +1,1 @@
+"""Measurements of cuattn on a GPU; ``python -m bench --help`` in a checkout."""

@@ -1,0 +1,122 @@
+"""Bytes and FLOPs of a problem, and roofs measured on the spot: reading only, and a device copy."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cuattn import _arrays, _jit, _nvrtc, _plan
+
+from . import timing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cuattn._arrays import Array
+
+    from .timing import Sampling, Timing
+
+_SOURCE = Path(__file__).resolve().parent / "read.cu"
+# Loads of 16 bytes that a thread has in flight: with four a thread needs 32 registers or fewer, so that an SM holds
+# 2048 of them and has 128 KB in flight, several times what it needs.
+_UNROLL = 4
+# Threads of a block and blocks on an SM; None is one pass, with as many blocks as the bytes need. Which of them reads
+# fastest depends on the bytes, so each is tried.
+SHAPES: tuple[tuple[int, int | None], ...] = ((1024, 1), (1024, 2), (512, 4), (256, 8), (128, 16), (256, None))
+
+
+def decode_traffic(problem: _plan.DecodeProblem) -> tuple[int, int]:
+    """Return bytes of K and V, which a decode must read, and its FLOPs; q, out and tables are left out.
+
+    Both are those that a plan prints, and do not depend on the device.
+    """
+    plan = _plan.decode_plan(problem, _plan.DEVICES["sm_90a"])
+    return plan.kv_bytes, plan.flops
+
+
+def compile_reader(arch: str) -> _nvrtc.Compiled:
+    """Compile read.cu for an architecture."""
+    source = f"constexpr int UNROLL = {_UNROLL};\n{_SOURCE.read_text()}"
+    return _nvrtc.compile_cubin(source, name=_SOURCE.name, arch=arch, include=_jit.CUDA_SRC)
+
+
+class Reader:
+    """The kernel of read.cu on the current device."""
+
+    def __init__(self) -> None:
+        cupy = _arrays.import_cupy()
+        self._device = _arrays.device(cupy.cuda.Device().id)
+        compiled = compile_reader(self._device.arch)
+        self._sink = cupy.zeros(1, cupy.uint32)
+        # CuPy loads a cubin when the function is first needed, here for its number of registers.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "read.cubin"
+            path.write_bytes(compiled.cubin)
+            self._function = cupy.RawModule(path=str(path)).get_function("read_kernel")
+            self.registers = self._function.num_regs
+
+    def call(self, array: Array, threads: int = 256, blocks_per_sm: int | None = None) -> Callable[[], None]:
+        """Return a read of an array on the then current stream.
+
+        Parameters
+        ----------
+        array : cupy.ndarray
+            Contiguous, a multiple of 16 bytes; the call does not keep it alive.
+        threads : int, default 256
+            Of a block, at most 1024.
+        blocks_per_sm : int, optional
+            Default: as many blocks as make one pass.
+
+        Returns
+        -------
+        callable
+            With its arguments made already, so that its time on the host is that of a bare launch.
+        """
+        if blocks_per_sm is None:
+            blocks = max(1, _plan.ceil_div(array.nbytes, threads * _UNROLL * 16))
+        else:
+            blocks = blocks_per_sm * self._device.num_sms
+        words = np.uint64(array.nbytes // 16)
+        args = (np.uint64(array.data.ptr), words, np.uint32(0x9E3779B9), np.uint64(self._sink.data.ptr))
+        return partial(self._function, (blocks,), (threads,), args)
+
+    def roof(self, arrays: Sequence[Array], sampling: Sampling) -> tuple[Timing, str]:
+        """Time the fastest read of arrays in rotation.
+
+        Parameters
+        ----------
+        arrays : sequence of array
+            Contiguous; one is read by one call.
+        sampling : Sampling
+
+        Returns
+        -------
+        Timing
+        note : str
+            Launch shape.
+        """
+
+        def time(shape: tuple[int, int | None], sampling: Sampling) -> Timing:
+            return timing.replayed([self.call(array, *shape) for array in arrays], sampling)
+
+        threads, blocks = fastest = min(SHAPES, key=lambda shape: time(shape, timing.QUICK).us)
+        found = time(fastest, sampling)
+        return found, f"{threads} threads, {'one pass' if blocks is None else f'{blocks} blocks an SM'}"
+
+
+def copy_bandwidth(sampling: Sampling) -> float:
+    """Return bytes per second, read and written, of a device copy of up to 1 GiB."""
+    cupy = _arrays.import_cupy()
+    nbytes = min(2**30, cupy.cuda.Device().mem_info[0] // 4)
+    source, target = (cupy.zeros(nbytes, cupy.uint8) for _ in range(2))
+
+    def copy() -> None:
+        runtime = cupy.cuda.runtime
+        stream = cupy.cuda.get_current_stream()
+        runtime.memcpyAsync(target.data.ptr, source.data.ptr, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+
+    return float(2 * nbytes / (timing.replayed([copy], sampling).us * 1e-6))

@@ -1,0 +1,51 @@
+"""Every shipped config through NVRTC for every architecture: no spill, no stack, and the static_asserts hold."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cuattn import _jit, _nvrtc, _plan
+
+# NVRTC leaves the interpreter lock while it compiles.
+WORKERS = 2
+
+
+def unique(device):
+    return list(dict.fromkeys(_plan.shipped_configs(device)))
+
+
+@pytest.mark.parametrize("arch", list(_plan.DEVICES))
+def test_every_config_compiles_without_spills_or_stack(arch):
+    device = _plan.DEVICES[arch]
+
+    def resources(config):
+        text = _jit.source(config)
+        return config, _nvrtc.compile_cubin(text, name=f"{config.kernel}.config.cu", arch=arch, include=_jit.CUDA_SRC)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        results = list(pool.map(resources, unique(device)))
+    for config, result in results:
+        report = result.report
+        assert report.registers > 0, result.log
+        assert report.spill_bytes == 0, (config, report)
+        assert report.stack_bytes == 0, (config, report)
+        assert report.smem_bytes == 0, (config, report)
+        # CTAs that the plan counts on fit an SM together; registers are allocated in units of 8 a thread.
+        threads = config.num_warps * _plan.WARP
+        assert _plan.align(report.registers, 8) * threads * config.ctas_per_sm <= _plan.REGISTERS_PER_SM, (config, report)
+        assert "warning" not in result.log, result.log
+
+
+def test_a_wrong_shared_memory_sum_stops_the_compiler():
+    config = _plan.MergeConfig(_plan.Dtype.FP32, _plan.Dtype.FP16, 64)
+    text = _jit.source(config).replace(f"SMEM_BYTES = {config.smem_bytes}", f"SMEM_BYTES = {config.smem_bytes + 4}")
+    with pytest.raises(_nvrtc.CompileError, match="disagree on shared memory") as caught:
+        _nvrtc.compile_cubin(text, name="merge", arch="sm_90a", include=_jit.CUDA_SRC, config=repr(config))
+    assert repr(config) in str(caught.value)
+    assert caught.value.kernel == "merge"
+
+
+def test_headers_of_the_chips_own_instructions_compile():
+    text = '#include "common/ptx_sm90.cuh"\nextern "C" __global__ void empty() {}\n'
+    result = _nvrtc.compile_cubin(text, name="empty", arch="sm_90a", include=_jit.CUDA_SRC)
+    assert result.cubin[:4] == b"\x7fELF"

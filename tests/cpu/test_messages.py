@@ -1,0 +1,396 @@
+"""Bad input: the error names the argument, what came and what is accepted, and `out` is left alone."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import cuattn
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HEAD_DIMS = ("64", "96", "128", "192", "256", "512")
+EITHER = (TypeError, ValueError)
+
+
+class Bad(NamedTuple):
+    """A call with some arguments changed, and what must be said of it."""
+
+    name: str
+    changes: dict[str, Any]
+    error: type[Exception] | tuple[type[Exception], ...]
+    words: tuple[str, ...]
+
+
+def half(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float16)
+
+
+def single(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def index(*rows: Any) -> np.ndarray:
+    return np.array(rows, np.int32)
+
+
+def read_only(*shape: int) -> np.ndarray:
+    array = half(*shape)
+    array.flags.writeable = False
+    return array
+
+
+def dense() -> dict[str, Any]:
+    """Two sequences in caches of 10 tokens, 4 query heads on 2 KV heads."""
+    return {"q": half(2, 4, 64), "k_cache": half(2, 10, 2, 64), "v_cache": half(2, 10, 2, 64), "kv_len": index(3, 10)}
+
+
+def paged() -> dict[str, Any]:
+    """The same in 5 pages of 4 tokens; the entries 99 are past the used ones."""
+    pages = {"k_cache": half(5, 4, 2, 64), "v_cache": half(5, 4, 2, 64)}
+    return {**dense(), **pages, "page_table": index([0, 99, 99], [1, 2, 3])}
+
+
+def parts() -> dict[str, Any]:
+    """Three parts of two sequences of 4 heads."""
+    return {"out_partial": single(3, 2, 4, 64), "lse_partial": single(3, 2, 4)}
+
+
+def caches(*shape: int, dtype: Any = np.float16) -> dict[str, np.ndarray]:
+    return {"k_cache": np.zeros(shape, dtype), "v_cache": np.zeros(shape, dtype)}
+
+
+# What can be told from shapes, dtypes and strides: decode and plan_decode refuse it alike.
+FORM = [
+    Bad("q has 2 axes", {"q": half(2, 4)}, ValueError, ("q", "(2, 4)", "batch", "num_qo_heads", "head_dim")),
+    Bad("q has 5 axes", {"q": half(2, 1, 1, 4, 64)}, ValueError, ("q", "(2, 1, 1, 4, 64)", "batch", "seqlen_q")),
+    Bad("k_cache has 3 axes", {"k_cache": half(2, 10, 64)}, ValueError, ("k_cache", "(2, 10, 64)", "num_kv_heads")),
+    Bad("v_cache has 3 axes", {"v_cache": half(2, 10, 64)}, ValueError, ("v_cache", "(2, 10, 64)", "num_kv_heads")),
+    Bad("k_cache has 5 axes", {"k_cache": half(1, 2, 10, 2, 64)}, ValueError, ("k_cache", "(1, 2, 10, 2, 64)")),
+    Bad("q is bfloat16", {"q": half(2, 4, 64).astype(BFLOAT16)}, TypeError, ("k_cache", "bfloat16", "float16", "q")),
+    Bad("k_cache is float32", {"k_cache": single(2, 10, 2, 64)}, TypeError, ("k_cache", "float32", "float16", "q")),
+    Bad(
+        "v_cache is bfloat16",
+        {"v_cache": half(2, 10, 2, 64).astype(BFLOAT16)},
+        TypeError,
+        ("v_cache", "bfloat16", "float16"),
+    ),
+    Bad(
+        "everything is int32",
+        {"q": np.zeros((2, 4, 64), np.int32), **caches(2, 10, 2, 64, dtype=np.int32)},
+        TypeError,
+        ("q", "int32", "float16", "bfloat16"),
+    ),
+    Bad("q is complex", {"q": half(2, 4, 64).astype(complex)}, TypeError, ("q", "complex128", "float16", "bfloat16")),
+    Bad("q is of objects", {"q": half(2, 4, 64).astype(object)}, TypeError, ("q", "object", "float16", "bfloat16")),
+    Bad("heads do not divide", {"q": half(2, 3, 64)}, ValueError, ("q", "3", "2", "1 to 64")),
+    Bad("group of 65", {"q": half(2, 130, 64)}, ValueError, ("q", "130", "2", "1 to 64")),
+    Bad("fewer query heads than KV heads", {"q": half(2, 1, 64)}, ValueError, ("q", "1", "2", "1 to 64")),
+    Bad("no query heads", {"q": half(2, 0, 64)}, ValueError, ("q", "0", "2", "1 to 64")),
+    Bad("no KV heads", caches(2, 10, 0, 64), ValueError, ("4", "0", "1 to 64")),
+    Bad("head_dim 80", {"q": half(2, 4, 80), **caches(2, 10, 2, 80)}, ValueError, ("q", "head_dim", "80", *HEAD_DIMS)),
+    Bad("head_dim 1024", {"q": half(2, 4, 1024), **caches(2, 10, 2, 1024)}, ValueError, ("q", "1024", *HEAD_DIMS)),
+    Bad("head_dim 0", {"q": half(2, 4, 0), **caches(2, 10, 2, 0)}, ValueError, ("q", "head_dim", "0", *HEAD_DIMS)),
+    Bad("head_dim of k_cache", {"k_cache": half(2, 10, 2, 128)}, ValueError, ("k_cache", "head_dim", "64", "128")),
+    Bad("head_dim of v_cache", {"v_cache": half(2, 10, 2, 128)}, ValueError, ("v_cache", "128", "64")),
+    Bad(
+        "v_cache holds more tokens",
+        {"v_cache": half(2, 11, 2, 64)},
+        ValueError,
+        ("v_cache", "k_cache", "(2, 10, 2, 64)", "(2, 11, 2, 64)"),
+    ),
+    Bad(
+        "v_cache has fewer heads",
+        {"v_cache": half(2, 10, 1, 64)},
+        ValueError,
+        ("v_cache", "k_cache", "(2, 10, 2, 64)", "(2, 10, 1, 64)"),
+    ),
+    Bad("dense caches of 3 sequences", caches(3, 10, 2, 64), ValueError, ("k_cache", "2", "(3, 10, 2, 64)", "q")),
+    Bad("no query token", {"q": half(2, 0, 4, 64)}, ValueError, ("q", "seqlen_q", "0", "1 to 16")),
+    Bad("17 query tokens", {"q": half(2, 17, 4, 64)}, ValueError, ("q", "seqlen_q", "17", "1 to 16")),
+    Bad("rows of q have gaps", {"q": half(2, 4, 128)[..., ::2]}, ValueError, ("q", "contiguous", "last axis", "4")),
+    Bad(
+        "rows of k_cache have gaps",
+        {"k_cache": half(2, 10, 2, 128)[..., ::2]},
+        ValueError,
+        ("k_cache", "contiguous", "last axis", "4"),
+    ),
+    Bad(
+        "v_cache is transposed",
+        {"v_cache": half(2, 10, 64, 2).swapaxes(2, 3)},
+        ValueError,
+        ("v_cache", "contiguous", "last axis", "4"),
+    ),
+    Bad("rows of q run backwards", {"q": half(2, 4, 64)[..., ::-1]}, ValueError, ("q", "contiguous", "-2")),
+    Bad("rows of q are not aligned", {"q": half(2, 4, 65)[..., 1:]}, ValueError, ("q", "16 bytes", "(520, 130, 2)")),
+    Bad("kv_len is a float", {"kv_len": 3.5}, TypeError, ("kv_len", "float", "int")),
+    Bad("kv_len is a bool", {"kv_len": True}, TypeError, ("kv_len", "bool", "int")),
+    Bad("kv_len is a string", {"kv_len": "3"}, TypeError, ("kv_len", "str", "int")),
+    Bad("kv_len is None", {"kv_len": None}, TypeError, ("kv_len", "NoneType", "int")),
+    Bad("kv_len holds a float", {"kv_len": [3.0, 1]}, TypeError, ("kv_len", "float64", "integer")),
+    Bad("kv_len holds floats", {"kv_len": np.array([3.0, 10.0])}, TypeError, ("kv_len", "float64", "integer")),
+    Bad("kv_len holds bools", {"kv_len": np.array([True, False])}, TypeError, ("kv_len", "bool", "integer")),
+    Bad("kv_len holds strings", {"kv_len": ["3", "4"]}, TypeError, ("kv_len", "integer")),
+    Bad("kv_len has one length", {"kv_len": [3]}, ValueError, ("kv_len", "(1,)", "(2,)")),
+    Bad("kv_len has three lengths", {"kv_len": index(1, 2, 3)}, ValueError, ("kv_len", "(3,)", "(2,)")),
+    Bad("kv_len has two axes", {"kv_len": index([3], [10])}, ValueError, ("kv_len", "(2, 1)", "(2,)")),
+    Bad("kv_len is ragged", {"kv_len": [[1], [2, 3]]}, EITHER, ("kv_len",)),
+    Bad("q is None", {"q": None}, TypeError, ("q", "NoneType", "array")),
+    Bad("q is a list", {"q": [[1.0]]}, TypeError, ("q", "list", "array")),
+    Bad("k_cache is None", {"k_cache": None}, TypeError, ("k_cache", "NoneType", "array")),
+    Bad("v_cache is a list", {"v_cache": [1.0]}, TypeError, ("v_cache", "list", "array")),
+    Bad("no split", {"num_splits": 0}, ValueError, ("num_splits", "0", "1 to 512")),
+    Bad("513 splits", {"num_splits": 513}, ValueError, ("num_splits", "513", "1 to 512")),
+    Bad("num_splits is negative", {"num_splits": -1}, ValueError, ("num_splits", "-1", "1 to 512")),
+    Bad("num_splits is a float", {"num_splits": 1.5}, TypeError, ("num_splits", "1.5", "integer")),
+    Bad("num_splits is a string", {"num_splits": "2"}, TypeError, ("num_splits", "'2'", "integer")),
+    Bad("num_splits is a bool", {"num_splits": True}, EITHER, ("num_splits", "True")),
+    Bad("a keyword is unknown", {"scale": 1.0}, TypeError, ("scale",)),
+]
+PAGED_FORM = [
+    Bad("page_table has 1 axis", {"page_table": index(0, 0, 0)}, ValueError, ("page_table", "(3,)", "max_pages")),
+    Bad("page_table has 3 rows", {"page_table": index(*[[0] * 3] * 3)}, ValueError, ("page_table", "2", "(3, 3)", "q")),
+    Bad("page_table is int64", {"page_table": np.zeros((2, 3), int)}, TypeError, ("page_table", "int64", "int32")),
+    Bad("page_table is float32", {"page_table": single(2, 3)}, TypeError, ("page_table", "float32", "int32")),
+    Bad("page_table is a list", {"page_table": [[0] * 3] * 2}, TypeError, ("page_table", "list", "array")),
+]
+# What stands in the arrays, which plan_decode does not read.
+CONTENTS = [
+    Bad("a length is negative", {"kv_len": [3, -1]}, ValueError, ("kv_len[1]", "-1", "0 to 10")),
+    Bad("a length exceeds the capacity", {"kv_len": [11, 3]}, ValueError, ("kv_len[0]", "11", "0 to 10")),
+    Bad("an array's length exceeds it", {"kv_len": index(3, 11)}, ValueError, ("kv_len[1]", "11", "0 to 10")),
+    Bad("one length for all exceeds it", {"kv_len": 11}, ValueError, ("kv_len", "11", "0 to 10")),
+    Bad("one length for all is negative", {"kv_len": -2}, ValueError, ("kv_len", "-2", "0 to 10")),
+    Bad("a length would wrap to 1", {"kv_len": 2**32 + 1}, ValueError, ("kv_len", "4294967297", "0 to 10")),
+    Bad("a length has more than 64 bits", {"kv_len": [2**70, 1]}, EITHER, ("kv_len",)),
+]
+PAGED_CONTENTS = [
+    Bad(
+        "a used page is past the last",
+        {"page_table": index([0, 99, 99], [1, 2, 5])},
+        ValueError,
+        ("page_table[1, 2]", "5", "0 to 4"),
+    ),
+    Bad(
+        "a used page is negative",
+        {"page_table": index([-1, 99, 99], [1, 2, 3])},
+        ValueError,
+        ("page_table[0, 0]", "-1", "0 to 4"),
+    ),
+    Bad("the table is too short", {"page_table": index([0, 1], [1, 2])}, ValueError, ("kv_len[1]", "10", "0 to 8")),
+]
+# Arguments of decode alone.
+OPTIONS = [
+    *(
+        Bad(f"softcap is {x!r}", {"softcap": x}, ValueError, ("softcap", repr(x), "positive"))
+        for x in (0, 0.0, -1, math.nan, math.inf)
+    ),
+    *(Bad(f"softcap is {x!r}", {"softcap": x}, TypeError, ("softcap", repr(x), "number")) for x in ("5", [5.0], 1j)),
+    *(
+        Bad(f"softmax_scale is {x!r}", {"softmax_scale": x}, ValueError, ("softmax_scale", repr(x), "finite"))
+        for x in (math.nan, math.inf, -math.inf)
+    ),
+    *(
+        Bad(f"softmax_scale is {x!r}", {"softmax_scale": x}, TypeError, ("softmax_scale", repr(x), "number"))
+        for x in ("1", [1.0], 1j)
+    ),
+    *(
+        Bad(f"window is {x!r}", {"window": x}, EITHER, ("window", repr(x), "(left, right)", "None"))
+        for x in (5, (), (1,), (1, 2, 3), "ab")
+    ),
+    Bad("window holds a float", {"window": (1.5, 0)}, TypeError, ("window", "1.5", "integer")),
+    Bad("window holds a string", {"window": (0, "2")}, TypeError, ("window", "'2'", "integer")),
+    Bad("window is below -1 on the left", {"window": (-2, 0)}, ValueError, ("window", "left", "-2", "-1")),
+    Bad("window is below -1 on the right", {"window": (0, -5)}, ValueError, ("window", "right", "-5", "-1")),
+    Bad("sinks are too few", {"sinks": single(3)}, ValueError, ("sinks", "(3,)", "(4,)")),
+    Bad("sinks have two axes", {"sinks": single(1, 4)}, ValueError, ("sinks", "(1, 4)", "(4,)")),
+    Bad("sinks are int32", {"sinks": index(0, 0, 0, 0)}, TypeError, ("sinks", "int32", "float32", "float16")),
+    Bad("sinks are bfloat16", {"sinks": half(4).astype(BFLOAT16)}, TypeError, ("sinks", "bfloat16", "float32")),
+    Bad("sinks are a list", {"sinks": [0.0] * 4}, TypeError, ("sinks", "list", "array")),
+    Bad("causal is a string", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
+    Bad("return_lse is a string", {"return_lse": "no"}, TypeError, ("return_lse", "'no'", "True or False")),
+]
+DECODE_OUT = [
+    Bad("out has a longer axis", {"out": half(2, 4, 128)}, ValueError, ("out", "(2, 4, 128)", "(2, 4, 64)", "q")),
+    Bad("out lacks an axis", {"out": half(4, 64)}, ValueError, ("out", "(4, 64)", "(2, 4, 64)")),
+    Bad("out is float32", {"out": single(2, 4, 64)}, TypeError, ("out", "float32", "float16", "q")),
+    Bad("out is bfloat16", {"out": half(2, 4, 64).astype(BFLOAT16)}, TypeError, ("out", "bfloat16", "float16")),
+    Bad("out is read-only", {"out": read_only(2, 4, 64)}, ValueError, ("out", "read-only", "writeable")),
+    Bad("out is a list", {"out": [0.0]}, TypeError, ("out", "list", "array")),
+    Bad("out has gaps in its rows", {"out": half(2, 4, 128)[..., ::2]}, ValueError, ("out", "contiguous", "4")),
+    Bad(
+        "out repeats a sequence",
+        {"out": as_strided(half(4, 64), (2, 4, 64), (0, 128, 2))},
+        ValueError,
+        ("out", "(0, 128, 2)", "(2, 4, 64)"),
+    ),
+    Bad(
+        "sequences of out overlap",
+        {"out": as_strided(half(5, 64), (2, 4, 64), (128, 128, 2))},
+        ValueError,
+        ("out", "(128, 128, 2)", "(2, 4, 64)"),
+    ),
+]
+PARTS = [
+    Bad(
+        "out_partial has 2 axes",
+        {"out_partial": single(3, 64), "lse_partial": single(3)},
+        ValueError,
+        ("out_partial", "(3, 64)", "num_parts", "head_dim"),
+    ),
+    Bad(
+        "out_partial has 6 axes",
+        {"out_partial": single(3, 1, 1, 2, 4, 64), "lse_partial": single(3, 1, 1, 2, 4)},
+        ValueError,
+        ("out_partial", "(3, 1, 1, 2, 4, 64)", "num_parts", "head_dim"),
+    ),
+    Bad("lse_partial has another shape", {"lse_partial": single(3, 2, 5)}, ValueError, ("lse_partial", "(3, 2, 5)")),
+    Bad(
+        "lse_partial has another rank",
+        {"lse_partial": single(3, 2, 4, 1)},
+        ValueError,
+        ("lse_partial", "(3, 2, 4, 1)", "(3, 2, 4)"),
+    ),
+    Bad("lse_partial has fewer parts", {"lse_partial": single(2, 2, 4)}, ValueError, ("lse_partial", "(2, 2, 4)")),
+    Bad("lse_partial is float16", {"lse_partial": half(3, 2, 4)}, TypeError, ("lse_partial", "float16", "float32")),
+    Bad(
+        "out_partial is int32",
+        {"out_partial": np.zeros((3, 2, 4, 64), np.int32)},
+        TypeError,
+        ("out_partial", "int32", "float16", "bfloat16", "float32"),
+    ),
+    Bad(
+        "head_dim 80",
+        {"out_partial": single(3, 2, 4, 80)},
+        ValueError,
+        ("out_partial", "head_dim", "80", *HEAD_DIMS),
+    ),
+    Bad(
+        "no part",
+        {"out_partial": single(0, 2, 4, 64), "lse_partial": single(0, 2, 4)},
+        ValueError,
+        ("out_partial", "(0, 2, 4, 64)", "at least one"),
+    ),
+    Bad(
+        "rows of out_partial have gaps",
+        {"out_partial": single(3, 2, 4, 128)[..., ::2]},
+        ValueError,
+        ("out_partial", "contiguous", "8"),
+    ),
+    Bad("out_partial is None", {"out_partial": None}, TypeError, ("out_partial", "NoneType", "array")),
+    Bad("out_partial is a list", {"out_partial": [1.0]}, TypeError, ("out_partial", "list", "array")),
+    Bad("lse_partial is a list", {"lse_partial": [1.0]}, TypeError, ("lse_partial", "list", "array")),
+    Bad("a keyword is unknown", {"num_splits": 2}, TypeError, ("num_splits",)),
+    Bad("out has the axis of parts", {"out": single(3, 2, 4, 64)}, ValueError, ("out", "(3, 2, 4, 64)", "(2, 4, 64)")),
+    Bad("out is float64", {"out": np.zeros((2, 4, 64))}, TypeError, ("out", "float64", "float32", "float16")),
+    Bad(
+        "out is wider than the parts",
+        {"out_partial": half(3, 2, 4, 64), "out": single(2, 4, 64)},
+        TypeError,
+        ("out", "float32", "float16"),
+    ),
+    Bad("out is read-only", {"out": read_only(2, 4, 64)}, ValueError, ("out", "read-only", "writeable")),
+    Bad(
+        "out repeats a sequence",
+        {"out": as_strided(single(4, 64), (2, 4, 64), (0, 256, 4))},
+        ValueError,
+        ("out", "(0, 256, 4)", "(2, 4, 64)"),
+    ),
+]
+
+
+def assert_refused(function: Callable[..., Any], call: dict[str, Any], bad: Bad) -> None:
+    """Call with the changes; the message must hold every word, with nothing joined to it."""
+    call = {**call, **bad.changes}
+    names = inspect.signature(function).parameters.values()
+    arrays = [call.pop(p.name) for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
+    out = call.get("out")
+    before = out.tobytes() if isinstance(out, np.ndarray) else b""
+    with pytest.raises(bad.error) as caught:
+        function(*arrays, **call)
+    message = str(caught.value)
+    missing = [w for w in bad.words if not re.search(rf"(?<![\w.]){re.escape(w)}(?!\w)", message)]
+    assert not missing, f"{missing} not in: {message}"
+    if isinstance(out, np.ndarray):
+        assert out.tobytes() == before
+
+
+def named(*tables: list[Bad]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("bad", [pytest.param(row, id=row.name) for table in tables for row in table])
+
+
+def preset(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an `out` in which any write would show."""
+    return np.full(shape, 77, dtype)
+
+
+@named(FORM, CONTENTS, OPTIONS)
+def test_decode_names_what_it_refuses_and_writes_nothing(bad: Bad) -> None:
+    assert_refused(cuattn.decode, {**dense(), "out": preset((2, 4, 64), np.float16)}, bad)
+
+
+@named(PAGED_FORM, PAGED_CONTENTS)
+def test_decode_of_pages_names_what_it_refuses_and_writes_nothing(bad: Bad) -> None:
+    assert_refused(cuattn.decode, {**paged(), "out": preset((2, 4, 64), np.float16)}, bad)
+
+
+@named(DECODE_OUT)
+def test_decode_names_why_it_refuses_out(bad: Bad) -> None:
+    assert_refused(cuattn.decode, dense(), bad)
+
+
+@named(FORM)
+def test_plan_decode_refuses_what_decode_refuses(bad: Bad) -> None:
+    assert_refused(cuattn.plan_decode, dense(), bad)
+
+
+@named(PAGED_FORM)
+def test_plan_decode_of_pages_refuses_what_decode_refuses(bad: Bad) -> None:
+    assert_refused(cuattn.plan_decode, paged(), bad)
+
+
+@pytest.mark.parametrize("device", ["sm_70", "H200", 90])
+def test_plan_decode_names_the_devices_it_knows(device: Any) -> None:
+    words = ("device", repr(device), "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+    assert_refused(cuattn.plan_decode, dense(), Bad("", {"device": device}, EITHER, words))
+
+
+def test_plan_decode_plans_only_dtypes_that_have_a_kernel() -> None:
+    changes = {"q": single(2, 4, 64), **caches(2, 10, 2, 64, dtype=np.float32)}
+    words = ("q", "float32", "float16", "bfloat16")
+    assert_refused(cuattn.plan_decode, dense(), Bad("", changes, TypeError, words))
+
+
+@named(PARTS)
+def test_merge_names_what_it_refuses_and_writes_nothing(bad: Bad) -> None:
+    out = {} if bad.name == "no part" else {"out": preset((2, 4, 64), np.float32)}
+    assert_refused(cuattn.merge, {**parts(), **out}, bad)
+
+
+@pytest.mark.parametrize("entry", [-1, 5, 99, 2**31 - 1, -(2**31)])
+def test_page_table_entries_past_the_used_ones_may_be_anything(entry: int) -> None:
+    call = paged()
+    arrays = [call[name] for name in ("q", "k_cache", "v_cache")]
+    table = index([0, entry, entry], [1, 2, entry])
+    cuattn.decode(*arrays, [4, 8], page_table=table)
+    cuattn.decode(*arrays, [0, 5], page_table=table)
+    cuattn.decode(*arrays, 0, page_table=np.full_like(table, entry))
+
+
+def test_the_unchanged_calls_are_right() -> None:
+    """Otherwise the tables above would prove nothing."""
+    arrays = ("q", "k_cache", "v_cache", "kv_len")
+    for call in (dense(), paged()):
+        options = {name: call[name] for name in call if name not in arrays}
+        out = preset((2, 4, 64), np.float16)
+        assert cuattn.decode(*(call[name] for name in arrays), **options, out=out) is out
+        assert not out.any()
+        assert cuattn.plan_decode(*(call[name] for name in arrays), **options).num_splits >= 1
+    out = preset((2, 4, 64), np.float32)
+    assert cuattn.merge(*parts().values(), out=out)[0] is out
+    assert not out.any()

@@ -1,0 +1,96 @@
+"""Plans: what they promise to the kernels, for every config and device, without a GPU."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import _plan
+from cuattn._plan import DEVICES, DecodeProblem, Device, Dtype, KvFormat
+
+devices = st.sampled_from(list(DEVICES.values()))
+problems = st.builds(
+    DecodeProblem,
+    dtype=st.sampled_from((Dtype.FP16, Dtype.BF16)),
+    kv_format=st.just(KvFormat.RAW16),
+    batch=st.integers(1, 300),
+    seqlen_q=st.integers(1, _plan.MAX_SEQLEN_Q),
+    num_qo_heads=st.just(0),
+    num_kv_heads=st.integers(1, 64),
+    head_dim=st.sampled_from(_plan.HEAD_DIMS),
+    max_kv_len=st.integers(0, 2**20),
+)
+
+
+@st.composite
+def planned(draw):
+    from dataclasses import replace
+
+    problem = draw(problems)
+    group = draw(st.integers(1, _plan.MAX_GROUP))
+    return replace(problem, num_qo_heads=group * problem.num_kv_heads), draw(devices)
+
+
+@given(planned())
+def test_a_plan_fits_its_device_and_covers_every_row(case):
+    problem, device = case
+    plan = _plan.decode_plan(problem, device)
+    config = plan.config
+    assert config.smem_bytes <= device.smem_per_block
+    assert config.ctas_per_sm >= 1
+    assert config.ctas_per_sm * (config.smem_bytes + 1024) <= device.smem_per_sm
+    assert plan.row_blocks * config.rows >= problem.rows > (plan.row_blocks - 1) * config.rows
+    assert 1 <= plan.num_splits <= _plan.MAX_SPLITS
+    assert plan.grid == (plan.num_splits * plan.row_blocks, problem.num_kv_heads, problem.batch)
+    assert config in _plan.shipped_configs(device)
+
+
+@given(planned())
+def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
+    problem, device = case
+    plan = _plan.decode_plan(problem, device)
+    if plan.num_splits > 1:
+        assert problem.max_kv_len // plan.num_splits >= 2 * plan.config.min_split
+
+
+def split_ranges(keys, num_splits, config):
+    """The arithmetic of find_work in decode.cu."""
+    chunk = max(config.min_split, _plan.align(-(-keys // num_splits), config.tile_kv))
+    begins = [min(keys, split * chunk) for split in range(num_splits)]
+    return [(begin, min(keys, begin + chunk)) for begin in begins]
+
+
+@given(keys=st.integers(0, 5000), num_splits=st.integers(1, 40), head_dim=st.sampled_from(_plan.HEAD_DIMS))
+def test_splits_cover_the_keys_exactly_once(keys, num_splits, head_dim):
+    config = _plan.decode_config(Dtype.FP16, KvFormat.RAW16, head_dim, 8, DEVICES["sm_90a"])
+    seen = [key for begin, end in split_ranges(keys, num_splits, config) for key in range(begin, end)]
+    assert seen == list(range(keys))
+
+
+def test_one_sequence_fills_the_gpu_and_a_large_batch_is_not_cut():
+    def splits(batch, num_kv_heads, max_kv_len):
+        problem = DecodeProblem(Dtype.FP16, KvFormat.RAW16, batch, 1, 4 * num_kv_heads, num_kv_heads, 128, max_kv_len)
+        return _plan.decode_plan(problem, DEVICES["sm_90a"]).num_splits
+
+    assert splits(1, 8, 131072) * 8 >= 0.95 * 132
+    assert splits(64, 8, 131072) == 1
+    assert splits(1, 8, 100) == 1
+
+
+def test_the_number_of_splits_can_be_asked_for():
+    problem = DecodeProblem(Dtype.FP16, KvFormat.RAW16, 1, 1, 8, 8, 128, 4096)
+    plan = _plan.decode_plan(problem, DEVICES["sm_80"], 7)
+    assert plan.num_splits == 7
+    assert plan.workspace_bytes == 7 * 8 * 129 * 4
+    assert "asked for" in str(plan)
+
+
+@pytest.mark.parametrize(("major", "minor", "arch"), [(8, 0, "sm_80"), (8, 9, "sm_89"), (9, 0, "sm_90a"), (12, 0, "sm_120a")])
+def test_architectures_are_named_as_nvrtc_wants_them(major, minor, arch):
+    assert _plan.arch_of(major, minor) == arch
+
+
+def test_an_unknown_gpu_is_planned_by_its_numbers():
+    small = Device("some GPU", "sm_87", 8, 163 * 1024, 164 * 1024)
+    plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, KvFormat.RAW16, 1, 1, 8, 2, 128, 65536), small)
+    assert plan.num_splits == 4
+    assert "TB/s" not in str(plan)

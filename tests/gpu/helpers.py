@@ -1,0 +1,120 @@
+"""From problems to the GPU and back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+from strategies import Problem
+from tolerance import assert_decode, assert_rows, score_magnitude
+
+import cuattn
+from cuattn import reference
+
+NAN16 = 0x7FFF  # in float16 and in bfloat16
+BUSY_ELEMENTS = 1 << 26
+
+
+def to_device(x: Any) -> Any:
+    """Copy a NumPy array to the GPU; return anything else."""
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def nans(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+    """Return an array on the GPU whose every element must be written."""
+    return cupy.asarray(np.full(shape, np.nan, dtype))
+
+
+def poison(*arrays: cupy.ndarray) -> None:
+    """Make every element of contiguous arrays NaN, in the current stream."""
+    for x in arrays:
+        x.view(cupy.uint16).fill(NAN16) if x.itemsize == 2 else x.fill(np.nan)
+
+
+def launch(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Decode on the GPU into NaN; arrays of the host are copied there first."""
+    q, *others = map(to_device, arrays)
+    out = nans(q.shape, q.dtype)
+    options = {name: to_device(x) for name, x in options.items()}
+    got, lse = cuattn.decode(q, *others, **options, return_lse=True, out=out)
+    assert got is out
+    return out, lse
+
+
+def call(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Decode as `launch` does and return out and lse on the host."""
+    return tuple(map(cupy.asnumpy, launch(arrays, options)))
+
+
+def decode(problem: Problem, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Decode a problem on the GPU and return out and lse on the host."""
+    return call(problem.arrays(), {**problem.options(), **more})
+
+
+def check(problem: Problem, **more: Any) -> None:
+    """Assert the error law of a problem on the GPU."""
+    assert_decode(problem, *decode(problem, **more))
+
+
+def keys(k_cache: np.ndarray, kv_len: np.ndarray, page_table: np.ndarray | None) -> Iterator[np.ndarray]:
+    """Yield the valid keys of each sequence."""
+    for b, n in enumerate(kv_len):
+        if page_table is None:
+            yield k_cache[b, :n]
+        else:
+            used = page_table[b, : -(-n // k_cache.shape[1])]
+            yield k_cache[used].reshape(-1, *k_cache.shape[2:])[:n]
+
+
+def assert_call(arrays: tuple[np.ndarray, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray]) -> None:
+    """Assert the error law of a call that no `Problem` describes, each sequence by itself."""
+    q, k_cache, _, kv_len = arrays
+    masks = {
+        "causal": True,
+        **{name: options[name] for name in ("causal", "window", "softmax_scale") if name in options},
+    }
+    same = reference.decode_same_precision(*arrays, **options, return_lse=True)
+    ref = reference.decode(*arrays, **options, return_lse=True)
+    tokens = q if q.ndim == 4 else q[:, None]
+    for b, k in enumerate(keys(k_cache, kv_len, options.get("page_table"))):
+        assert_rows(
+            *(tuple(x[b] for x in pair) for pair in (got, same, ref)),
+            dtype=q.dtype,
+            magnitude=score_magnitude(tokens[b], k, **masks),
+            context=f"sequence {b} with {len(k)} keys, q {q.shape} {q.dtype}, {sorted(options)}",
+        )
+
+
+def assert_same_bits(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...], context: object = "") -> None:
+    """Assert that arrays on the host agree in every bit."""
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name} of {context}"
+        differs = a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}")
+        first = tuple(int(i) for i in np.argwhere(differs)[0]) if differs.any() else ()
+        assert not differs.any(), f"{name} differs in {differs.sum()} of {a.size}, first at {first}: {context}"
+
+
+def viewed(x: np.ndarray, shape: tuple[int, ...], view: Callable[[Any], Any], fill: float = np.nan) -> tuple[Any, Any]:
+    """Return an array on the GPU that holds `fill` but for one view of it, which holds `x`; and that view."""
+    base = np.full(shape, fill, x.dtype)
+    view(base)[...] = x
+    base = cupy.asarray(base)
+    return base, view(base)
+
+
+@contextmanager
+def busy_gpu() -> Iterator[None]:
+    """Keep memory and multiprocessors busy from another stream meanwhile."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        occupy(rounds=400)
+    yield
+    stream.synchronize()
+
+
+def occupy(rounds: int) -> None:
+    """Enqueue work in the current stream: about 0.1 ms a round."""
+    x = cupy.zeros(BUSY_ELEMENTS, np.float32)
+    for _ in range(rounds):
+        cupy.add(x, x, out=x)

@@ -178,6 +178,25 @@ def test_lengths_come_as_a_number_a_sequence_or_an_array(kv_len: Any) -> None:
     assert same_bits(cuattn.decode(q, k_cache, v_cache, kv_len), cuattn.decode(q, k_cache, v_cache, lengths))
 
 
+def test_an_array_of_the_host_that_speaks_dlpack_runs_there() -> None:
+    class Dlpack:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.array.__dlpack_device__()
+
+    problem = Problem(kv_len=(7, 0, 40), num_kv_heads=2, page_size=16, sinks=True, seed=3)
+    options = {name: Dlpack(x) if isinstance(x, np.ndarray) else x for name, x in problem.options().items()}
+    got = cuattn.decode(*map(Dlpack, problem.arrays()), **options, return_lse=True)
+    want = cuattn.decode(*problem.arrays(), **problem.options(), return_lse=True)
+    assert all(type(x) is np.ndarray for x in got)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_sinks_may_have_the_dtype_of_q() -> None:
     problem = Problem(kv_len=(7, 0), group=4, seed=3)
     sinks = np.array([0.5, -1.25, -np.inf, 3], np.float32)

@@ -453,6 +453,28 @@ def test_an_empty_batch_and_an_empty_cache_give_empty_results(num_splits: int | 
         assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("shape", [(70000, 1), (1, 70000)], ids=["sequences", "heads"])
+def test_more_rows_than_a_grid_has_blocks_along_z_are_decoded_or_refused(shape: tuple[int, int]) -> None:
+    """CUDA's limit on the second and third axis of a grid is 65535; a message must say so."""
+    problem = Problem(kv_len=(0, 1, 2, 2, 1, 2, 0), group=2, seed=1)
+    q, k_cache, v_cache, kv_len = (np.resize(x, (70000, *x.shape[1:])) for x in problem.arrays())
+    small = decode(problem, num_splits=1)
+    want = tuple(np.resize(x, (70000, *x.shape[1:])) for x in small)
+    if shape[0] == 1:
+        q, k_cache, v_cache = q.reshape(1, -1, 64), k_cache.swapaxes(0, 2), v_cache.swapaxes(0, 2)
+        # All heads of a sequence have one length: the NaN past the shorter ones become keys that are seen.
+        kv_len = np.array([2], np.int32)
+        k_cache, v_cache = (np.ascontiguousarray(np.nan_to_num(x)) for x in (k_cache, v_cache))
+        small = call((q[:, :14], k_cache[:, :, :7], v_cache[:, :, :7], kv_len), {"num_splits": 1})
+        want = tuple(np.resize(x[0], (140000, *x.shape[2:]))[None] for x in small)
+    try:
+        got = call((q, k_cache, v_cache, kv_len), {"num_splits": 1})
+    except ValueError as error:
+        assert "65535" in str(error)  # noqa: PT017  (either outcome is right)
+    else:
+        assert_same_bits(got, want)
+
+
 # --- NaN that is visible --------------------------------------------------------------------------------------------
 
 
@@ -841,6 +863,7 @@ def test_the_last_tokens_of_a_sequence_of_8_gib_are_read(large: list[cupy.ndarra
         ("q", lambda x: np.pad(x, [(0, 0)] * 2 + [(0, 16)]), ("q", "head_dim", "80", "64", "512")),
         ("v_cache", lambda x: x[:, :, :1], ("v_cache", "(2, 20, 1, 64)", "(2, 20, 2, 64)")),
         ("kv_len", lambda x: x.astype(np.float32), ("kv_len", "float32", "int")),
+        ("kv_len", lambda x: x.astype(np.int64), ("kv_len", "int64", "int32")),
         ("kv_len", lambda x: x[:1], ("kv_len", "(1,)", "(2,)")),
         ("page_table", lambda _: np.zeros((2, 3), np.int64), ("page_table", "int64", "int32")),
         ("page_table", lambda _: np.zeros((3, 3), np.int32), ("page_table", "(3, 3)", "2")),

@@ -88,7 +88,7 @@ class Row:
         return {**fields, "note": "; ".join((*([] if splits is None else [f"splits {splits}"]), *notes))}
 
 
-def row(  # noqa: PLR0913  the parts of a row
+def row(
     case: DecodeCase,
     timing: Timing,
     *,

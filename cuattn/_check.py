@@ -119,16 +119,15 @@ def _rows(name: str, x: Array) -> None:
     if is_gpu(x):
         offsets.append(x.data.ptr)
     if any(o % _ROW_ALIGNMENT for o in offsets):
-        msg = (
-            f"{name} must have rows that start at multiples of {_ROW_ALIGNMENT} bytes, got strides {x.strides}"
-            + (f" from address {x.data.ptr:#x}" if is_gpu(x) else "")
+        msg = f"{name} must have rows that start at multiples of {_ROW_ALIGNMENT} bytes, got strides {x.strides}" + (
+            f" from address {x.data.ptr:#x}" if is_gpu(x) else ""
         )
         raise ValueError(msg)
 
 
 def _out(out: Array, shape: tuple[int, ...], dtypes: Sequence[str], of: str) -> None:
     _shape("out", out, shape, of)
-    _dtype("out", out, dtypes, f" (the dtype of {of.split(' of ')[-1]})")
+    _dtype("out", out, dtypes, f" (the dtype of {of.rsplit(' of ', maxsplit=1)[-1]})")
     _rows("out", out)
     if not is_gpu(out) and not out.flags.writeable:
         msg = "out must be writeable, got a read-only array"
@@ -251,7 +250,42 @@ def _sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
     _dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
 
 
-def decode(  # noqa: PLR0913  the public signature
+def _queries(q: Array) -> None:
+    _rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
+    _dtype("q", q, _GPU_DTYPES if is_gpu(q) else _CPU_DTYPES)
+    _head_dim("q", q.shape[-1])
+    _rows("q", q)
+    if q.ndim == 4:  # noqa: PLR2004  with the axis of query tokens
+        _integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
+    if is_gpu(q) and q.shape[0] > _plan.MAX_GRID_YZ:
+        msg = f"q must have a batch of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {q.shape[0]}"
+        raise ValueError(msg)
+
+
+def _caches(k_cache: Array, v_cache: Array, q: Array, *, paged: bool) -> None:
+    batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    leading = "(num_pages, page_size" if paged else "(batch, capacity"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
+        _dtype(name, cache, (q.dtype.name,), " (the dtype of q)")
+        if cache.shape[-1] != head_dim:
+            msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
+            raise ValueError(msg)
+        _rows(name, cache)
+    _shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
+    num_kv_heads = k_cache.shape[2]
+    if num_kv_heads == 0 or num_qo_heads % num_kv_heads or not 1 <= num_qo_heads // num_kv_heads <= _plan.MAX_GROUP:
+        msg = (
+            f"q must have 1 to {_plan.MAX_GROUP} query heads per KV head, a whole number, "
+            f"got {num_qo_heads} query heads and {num_kv_heads} KV heads of k_cache"
+        )
+        raise ValueError(msg)
+    if not paged and k_cache.shape[0] != batch:
+        msg = f"k_cache must have batch {batch} as q (it is dense: page_table is None), got shape {k_cache.shape}"
+        raise ValueError(msg)
+
+
+def decode(
     q: Array,
     k_cache: Array,
     v_cache: Array,
@@ -277,45 +311,15 @@ def decode(  # noqa: PLR0913  the public signature
     _one_place(arrays)
     q, k_cache, v_cache, out = arrays["q"], arrays["k_cache"], arrays["v_cache"], arrays["out"]
     page_table, sinks = arrays["page_table"], arrays["sinks"]
-    gpu = is_gpu(q)
-
-    _rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
-    _dtype("q", q, _GPU_DTYPES if gpu else _CPU_DTYPES)
-    _head_dim("q", q.shape[-1])
-    _rows("q", q)
-    if q.ndim == 4:  # noqa: PLR2004  with the axis of query tokens
-        _integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
+    _queries(q)
     batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    if gpu and batch > _plan.MAX_GRID_YZ:
-        msg = f"q must have a batch of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {batch}"
-        raise ValueError(msg)
-
-    cache_shape = "(batch, capacity, num_kv_heads, head_dim)" if page_table is None else (
-        "(num_pages, page_size, num_kv_heads, head_dim)"
-    )  # fmt: skip
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _rank(name, cache, (4,), cache_shape)
-        _dtype(name, cache, (q.dtype.name,), " (the dtype of q)")
-        if cache.shape[-1] != head_dim:
-            msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
-            raise ValueError(msg)
-        _rows(name, cache)
-    _shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
-    num_pages, page_size, num_kv_heads, _ = k_cache.shape
-    if num_kv_heads == 0 or num_qo_heads % num_kv_heads or not 1 <= num_qo_heads // num_kv_heads <= _plan.MAX_GROUP:
-        msg = (
-            f"q must have 1 to {_plan.MAX_GROUP} query heads per KV head, a whole number, "
-            f"got {num_qo_heads} query heads and {num_kv_heads} KV heads of k_cache"
-        )
-        raise ValueError(msg)
-    if page_table is None and num_pages != batch:
-        msg = f"k_cache must have batch {batch} as q (it is dense: page_table is None), got shape {k_cache.shape}"
-        raise ValueError(msg)
+    _caches(k_cache, v_cache, q, paged=page_table is not None)
+    num_pages, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if page_table is None else page_table.shape[-1])
     if capacity > _plan.MAX_KV_LEN:
         msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
         raise ValueError(msg)
-    lengths = _kv_len(kv_len, batch, capacity, gpu=gpu)
+    lengths = _kv_len(kv_len, batch, capacity, gpu=is_gpu(q))
     _one_place({"q": q, "kv_len": lengths if is_gpu(lengths) else q})
     if page_table is not None:
         _page_table(page_table, lengths, batch, num_pages, page_size)

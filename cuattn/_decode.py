@@ -11,7 +11,7 @@ from . import _arrays, _check, _jit, _merge, _params, _plan, reference
 from ._arrays import Array
 
 
-def decode(  # noqa: PLR0913  one argument for each thing that a model may want
+def decode(
     q: Array,
     k_cache: Array,
     v_cache: Array,
@@ -29,27 +29,27 @@ def decode(  # noqa: PLR0913  one argument for each thing that a model may want
 ) -> Any:  # noqa: ANN401  an array, or a pair of arrays with return_lse
     """Attend from the newest tokens of each sequence to its cached keys and values.
 
-    Computes ``softmax(softmax_scale * q @ k.T) @ v`` for every query head over the first ``kv_len[b]`` tokens of sequence
-    ``b``. Query head ``h`` reads KV head ``h // group``, where ``group = num_qo_heads // num_kv_heads``. The new tokens' own
-    keys and values are in the cache already: with several query tokens, token ``i`` stands at position
+    Computes ``softmax(softmax_scale * q @ k.T) @ v`` for every query head over the first ``kv_len[b]`` tokens of
+    sequence ``b``. Query head ``h`` reads KV head ``h // group``, where ``group = num_qo_heads // num_kv_heads``. The
+    new tokens' own keys and values are in the cache already: with several query tokens, token ``i`` stands at position
     ``p = kv_len[b] - seqlen_q + i``.
 
     Parameters
     ----------
     q : array, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim), float16 or bfloat16
-        Queries of the newest token, or of up to 16 tokens. head_dim is 64, 96, 128, 192, 256 or 512; 1 to 64 query heads
-        share a KV head. Rows (the last axis) are contiguous and start at multiples of 16 bytes; other axes may have any
-        stride, here and in the caches and `out`.
+        Queries of the newest token, or of up to 16 tokens. head_dim is 64, 96, 128, 192, 256 or 512; 1 to 64 query
+        heads share a KV head. Rows (the last axis) are contiguous and start at multiples of 16 bytes; other axes may
+        have any stride, here and in the caches and `out`.
     k_cache, v_cache : array, shape (num_pages, page_size, num_kv_heads, head_dim), dtype of `q`
         Keys and values. Without `page_table` page ``b`` is all of sequence ``b``: (batch, capacity, num_kv_heads,
         head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included.
     kv_len : array, shape (batch,), int32, or int, or sequence of int
-        Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a captured
-        CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are checked and
-        copied.
+        Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a
+        captured CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are
+        checked and copied.
     page_table : array, shape (batch, max_pages), int32, optional
-        Page ``page_table[b, i]`` holds tokens ``i * page_size`` and following of sequence ``b``. Any page size. Entries past
-        the last used one are not read. Entries on a GPU are not checked.
+        Page ``page_table[b, i]`` holds tokens ``i * page_size`` and following of sequence ``b``. Any page size. Entries
+        past the last used one are not read. Entries on a GPU are not checked.
     causal : bool, default True
         Whether token ``i`` sees only keys up to its own position ``p``. Makes no difference for one query token.
     window : tuple (left, right), optional
@@ -61,8 +61,8 @@ def decode(  # noqa: PLR0913  one argument for each thing that a model may want
     softmax_scale : float, optional
         Default ``head_dim ** -0.5``.
     num_splits : int, optional
-        Parts into which each sequence is cut to fill the GPU, 1 to 512. Default: chosen by `plan_decode`. The result depends
-        on it by rounding only. NumPy arrays are not split.
+        Parts into which each sequence is cut to fill the GPU, 1 to 512. Default: chosen by `plan_decode`. The result
+        depends on it by rounding only. NumPy arrays are not split.
     return_lse : bool, default False
     out : array, shape and dtype of `q`, optional
         Receives the result.
@@ -77,7 +77,8 @@ def decode(  # noqa: PLR0913  one argument for each thing that a model may want
     Raises
     ------
     ValueError, TypeError
-        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written then.
+        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written
+        then.
     CompileError
         If a kernel does not compile on this machine.
 
@@ -88,10 +89,10 @@ def decode(  # noqa: PLR0913  one argument for each thing that a model may want
 
     Notes
     -----
-    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack or
-    ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
-    synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from CuPy's
-    pool if there is more than one split. The same call gives the same bits every time.
+    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
+    or ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
+    synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from
+    CuPy's pool if there is more than one split. The same call gives the same bits every time.
 
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
 
@@ -127,8 +128,8 @@ def plan_decode(
     q, k_cache, v_cache, kv_len, page_table, num_splits
         As for `decode`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
     device : Device or str, optional
-        GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays an
-        NVIDIA H200.
+        GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
+        an NVIDIA H200.
 
     Returns
     -------
@@ -182,7 +183,7 @@ def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
     return out, lse
 
 
-def params_of(  # noqa: PLR0913  the arrays of one launch
+def params_of(
     call: _check.DecodeCall,
     plan: _plan.DecodePlan,
     *,
@@ -194,36 +195,34 @@ def params_of(  # noqa: PLR0913  the arrays of one launch
     sinks: Array | None,
 ) -> np.ndarray[Any, Any]:
     """Fill the parameters of decode.cu from arrays in one place; `lse` and the parts are contiguous."""
-    params = np.zeros(1, _params.DECODE)
-    p = params[0]
+    left, right = call.window
+    log2_e = math.log2(math.e)
+    values: dict[str, float] = {
+        "seqlen_q": call.q.shape[1],
+        "num_qo_heads": call.q.shape[2],
+        "group": plan.problem.group,
+        "page_size": call.k_cache.shape[1],
+        "max_pages": call.max_pages,
+        "num_splits": plan.num_splits,
+        "window_left": left,
+        "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
+        "softmax_scale_log2": call.softmax_scale * log2_e,
+        "softcap_log2": call.softcap * log2_e,
+        "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
+        "kv_len_stride": kv_len.strides[0],
+    }
     for name, array in (
         ("q", call.q), ("k", call.k_cache), ("v", call.v_cache), ("out", out), ("lse", lse), ("out_partial", parts),
         ("lse_partial", lse_parts), ("kv_len", kv_len), ("page_table", call.page_table), ("sinks", sinks),
     ):  # fmt: skip
-        p[name] = _arrays.pointer(array)
+        values[name] = _arrays.pointer(array)
     for name, array, axes in (
         ("q", call.q, ("batch", "token", "head")),
         ("k", call.k_cache, ("page", "token", "head")),
         ("v", call.v_cache, ("page", "token", "head")),
         ("out", out, ("batch", "token", "head")),
+        ("page_table", call.page_table, ("batch", "page")),
     ):
-        for axis, stride in zip(axes, array.strides, strict=False):
-            p[f"{name}_stride_{axis}"] = stride
-    p["kv_len_stride"] = kv_len.strides[0]
-    if call.page_table is not None:
-        p["page_table_stride_batch"], p["page_table_stride_page"] = call.page_table.strides
-    p["seqlen_q"] = call.q.shape[1]
-    p["num_qo_heads"] = call.q.shape[2]
-    p["group"] = plan.problem.group
-    p["page_size"] = call.k_cache.shape[1]
-    p["max_pages"] = call.max_pages
-    p["num_splits"] = plan.num_splits
-    left, right = call.window
-    # Causal is a window that ends at the query's own position.
-    p["window_left"], p["window_right"] = left, 0 if call.causal else right
-    log2_e = math.log2(math.e)
-    p["softmax_scale_log2"] = call.softmax_scale * log2_e
-    if call.softcap:
-        p["softcap_log2"] = call.softcap * log2_e
-        p["scale_over_softcap"] = call.softmax_scale / call.softcap
-    return params
+        strides = (0, 0) if array is None else array.strides
+        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
+    return _params.fill(_params.DECODE, values)

@@ -34,7 +34,8 @@ class Row:
 
     def __str__(self) -> str:
         rate = f"{self.nbytes / 1e6:>8.2f} MB {self.nbytes / self.seconds / 1e9:>7.1f} GB/s" if self.nbytes else ""
-        return f"{self.what:<28} {self.shapes:<24} {self.splits:>6} {self.seconds * 1e6:>9.1f} us  {self.error:>8.1e}  {rate}"
+        what = f"{self.what:<28} {self.shapes:<24} {self.splits:>6}"
+        return f"{what} {self.seconds * 1e6:>9.1f} us  {self.error:>8.1e}  {rate}"
 
 
 def _error(got: Array, want: np.ndarray[Any, Any]) -> float:
@@ -43,7 +44,7 @@ def _error(got: Array, want: np.ndarray[Any, Any]) -> float:
 
 
 def _timed(call: Callable[[], Any], *, gpu: bool) -> tuple[Any, float]:
-    """Result of a call, and its time: of the GPU by events, the best of several; of the CPU once."""
+    """Return the result of a call and its time: of the GPU by events, the best of several; of the CPU once."""
     if not gpu:
         start = time.perf_counter()
         result = call()
@@ -68,7 +69,7 @@ def _rows(layer: str, data: dict[str, np.ndarray[Any, Any]], *, gpu: bool) -> li
     xp = _arrays.import_cupy() if gpu else np
 
     start = time.perf_counter()
-    full = reference.prefill(q[None], k[None], v[None], causal=True)
+    full = np.asarray(reference.prefill(q[None], k[None], v[None], causal=True))
     rows = [Row(f"{layer} prefill (reference)", f"{tokens} tokens, {shape}", "-", time.perf_counter() - start, 0, 0.0)]
     last = full[0, -1]  # what decode must give for the last token
 
@@ -92,7 +93,9 @@ def _rows(layer: str, data: dict[str, np.ndarray[Any, Any]], *, gpu: bool) -> li
     ]
     stacked = [xp.stack(x) for x in zip(*parts, strict=True)]
     (out, _), seconds = _timed(lambda: merge(*stacked), gpu=gpu)
-    rows.append(Row(f"{layer} merge of two parts", f"{cut} + {tokens - cut} keys", "2", seconds, 0, _error(out[0], last)))
+    rows.append(
+        Row(f"{layer} merge of two parts", f"{cut} + {tokens - cut} keys", "2", seconds, 0, _error(out[0], last))
+    )
     return rows
 
 

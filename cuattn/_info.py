@@ -66,8 +66,8 @@ def run() -> int:
         write("\n".join(_kernels(_plan.DEVICES["sm_90a"])) + "\n")
     for ordinal, device in enumerate(found):
         write(
-            f"cuda:{ordinal}  {device.name} ({device.arch}), {device.num_sms} SMs, {device.smem_per_block // 1024} KiB of shared "
-            f"memory a block, {device.bandwidth / 1e12:.2f} TB/s\n"
+            f"cuda:{ordinal}  {device.name} ({device.arch}), {device.num_sms} SMs, "
+            f"{device.smem_per_block // 1024} KiB of shared memory a block, {device.bandwidth / 1e12:.2f} TB/s\n"
         )
         write("\n".join(_kernels(device)) + "\n")
     return 0

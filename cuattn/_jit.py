@@ -54,7 +54,7 @@ def prelude(config: Config) -> str:
 
 
 def source(config: Config) -> str:
-    """Translation unit of a config."""
+    """Return the translation unit of a config."""
     return prelude(config) + f'#include "{config.kernel}.cu"\n'
 
 
@@ -153,7 +153,9 @@ def build(config: Config, arch: str) -> Cubin:
     if (report := _read(path)) is not None:
         return Cubin(path, report, compiled=False)
     text = source(config)
-    result = _nvrtc.compile_cubin(text, name=f"{config.kernel}.config.cu", arch=arch, include=CUDA_SRC, config=repr(config))
+    result = _nvrtc.compile_cubin(
+        text, name=f"{config.kernel}.config.cu", arch=arch, include=CUDA_SRC, config=repr(config)
+    )
     record = {
         "config": repr(config),
         "arch": arch,

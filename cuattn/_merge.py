@@ -13,13 +13,14 @@ from ._arrays import Array
 def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -> tuple[Array, Array]:
     """Combine attention results over disjoint sets of keys into the result over all of them.
 
-    Computes ``lse = log(sum(exp(lse_partial)))`` and ``out = sum(exp(lse_partial - lse) * out_partial)`` over the parts.
+    Computes ``lse = log(sum(exp(lse_partial)))`` and ``out = sum(exp(lse_partial - lse) * out_partial)`` over the
+    parts.
 
     Parameters
     ----------
     out_partial : array, shape (num_parts, ..., num_qo_heads, head_dim), float16, bfloat16 or float32
-        Normalized result of each part; three to five axes. Rows (the last axis) are contiguous and start at multiples of 16
-        bytes.
+        Normalized result of each part; three to five axes. Rows (the last axis) are contiguous and start at multiples
+        of 16 bytes.
     lse_partial : array, shape (num_parts, ..., num_qo_heads), float32
         Natural-log lse of each part. A part with -inf saw no key: its `out_partial` may hold anything, NaN included.
     out : array, shape (..., num_qo_heads, head_dim), optional
@@ -35,7 +36,8 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
     Raises
     ------
     ValueError, TypeError
-        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written then.
+        If an argument does not fit; the message names it, its value and what would be accepted. Nothing is written
+        then.
 
     See Also
     --------
@@ -44,8 +46,8 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
 
     Notes
     -----
-    A sink must be in one part only. NumPy arrays run the reference on the CPU; GPU arrays run the kernel on their device
-    and its current CuPy stream. The parts are summed in a fixed order: the same call gives the same bits.
+    A sink must be in one part only. NumPy arrays run the reference on the CPU; GPU arrays run the kernel on their
+    device and its current CuPy stream. The parts are summed in a fixed order: the same call gives the same bits.
 
     Examples
     --------
@@ -92,18 +94,21 @@ def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | N
         """Sizes or strides of (dim0, dim1, heads): missing leading axes are `fill`."""
         return (fill,) * (3 - len(sizes)) + sizes
 
-    params = np.zeros(1, _params.MERGE)
-    p = params[0]
+    _, dim1, heads = padded(out.shape[:-1], 1)
+    values = {
+        "out_partial_stride_part": out_partial.strides[0],
+        "lse_partial_stride_part": lse_partial.strides[0],
+        "num_parts": out_partial.shape[0],
+        "dim1": dim1,
+        "heads": heads,
+    }
     for name, array in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out), ("lse", lse)):
-        p[name] = _arrays.pointer(array)
+        values[name] = _arrays.pointer(array)
     for name, strides in (
         ("out_partial", out_partial.strides[1:-1]),
         ("lse_partial", lse_partial.strides[1:]),
         ("out", out.strides[:-1]),
     ):
         for axis, stride in zip(("dim0", "dim1", "head"), padded(strides, 0), strict=True):
-            p[f"{name}_stride_{axis}"] = stride
-    p["out_partial_stride_part"], p["lse_partial_stride_part"] = out_partial.strides[0], lse_partial.strides[0]
-    p["num_parts"] = out_partial.shape[0]
-    _, p["dim1"], p["heads"] = padded(out.shape[:-1], 1)
-    return params
+            values[f"{name}_stride_{axis}"] = stride
+    return _params.fill(_params.MERGE, values)

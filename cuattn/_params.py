@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 _POINTER = np.uint64
@@ -11,7 +14,7 @@ _F32 = np.float32
 
 
 def _struct(**fields: type[np.generic]) -> np.dtype[np.void]:
-    return np.dtype([(name, kind) for name, kind in fields.items()], align=True)
+    return np.dtype(list(fields.items()), align=True)
 
 
 DECODE = _struct(
@@ -75,3 +78,11 @@ MERGE = _struct(
     heads=_I32,
     reserved=_I32,
 )
+
+
+def fill(struct: np.dtype[np.void], values: Mapping[str, float]) -> np.ndarray[Any, Any]:
+    """Return one parameter struct, as an array of one element; fields that `values` does not name are 0."""
+    names = struct.names or ()
+    if unknown := values.keys() - set(names):
+        raise KeyError(f"no such parameter: {', '.join(sorted(unknown))}")
+    return np.array([tuple(values.get(name, 0) for name in names)], struct)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from . import _params
 
@@ -42,6 +42,7 @@ MAX_SPLITS = 512
 MAX_KV_LEN = 2**30
 WARP = 32
 REGISTERS_PER_SM = 65536
+Q_REGISTER_LIMIT = 128
 # CUDA's limit on gridDim.y and gridDim.z.
 MAX_GRID_YZ = 65535
 
@@ -97,9 +98,12 @@ DEVICES = {
 }
 
 
+_FIRST_SPECIFIC_ARCH = 9
+
+
 def arch_of(major: int, minor: int) -> str:
     """NVRTC architecture of a compute capability; from 9.0 on the one with the chip's own instructions."""
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return f"sm_{major}{minor}{'a' if major >= _FIRST_SPECIFIC_ARCH else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +162,10 @@ class DecodeConfig:
     def q_in_registers(self) -> bool:
         """Whether Q's fragments stay in registers.
 
-        A thread has 255 registers. Accumulators take head_dim / 4 a row tile and Q head_dim / 8; 128 of both together
-        leave room for scores, fragments and addresses.
+        A thread has 255 registers. Accumulators take head_dim / 4 a row tile and Q head_dim / 8; `Q_REGISTER_LIMIT` of
+        both together leave room for scores, fragments and addresses.
         """
-        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= 128
+        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= Q_REGISTER_LIMIT
 
     @property
     def smem_bytes(self) -> int:
@@ -236,10 +240,10 @@ class DecodeTile:
 
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
-# registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for 16
-# keys only. An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has num_stages - 1 tiles in flight.
-# Measured on an H200 at batch 1, 131072 keys: two CTAs that share an SM with three or more stages each are within 3 % of
-# every other choice of the same ring.
+# registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
+# 16 keys only. An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has num_stages - 1 tiles in
+# flight. Measured on an H200 at batch 1, 131072 keys: two CTAs that share an SM with three or more stages each are
+# within 3 % of every other choice of the same ring.
 _DECODE_LARGE = {
     (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
     (64, 2): DecodeTile(32, 6, 4),
@@ -281,9 +285,7 @@ def decode_tiles(device: Device) -> dict[tuple[int, int], DecodeTile]:
     return _DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL
 
 
-def _config(
-    dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device
-) -> DecodeConfig:
+def _config(dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device) -> DecodeConfig:
     tile = decode_tiles(device)[head_dim, row_tiles]
     config = DecodeConfig(dtype, kv_format, head_dim, row_tiles, tile.tile_kv, tile.num_stages, tile.num_warps)
     # A thread may have 255 registers, allocated as 256.
@@ -313,7 +315,7 @@ def shipped_configs(device: Device) -> list[Config]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProblem:
-    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence, for lengths are known to the device only."""
+    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence: its length is known to the device only."""
 
     dtype: Dtype
     kv_format: KvFormat
@@ -405,27 +407,26 @@ class DecodePlan:
     def __str__(self) -> str:
         p, c = self.problem, self.config
         roof = f", {self.roof_us:.1f} us at {self.device.bandwidth / 1e12:.2f} TB/s" if self.device.bandwidth else ""
-        return "\n".join(
-            (
-                f"decode on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
-                f"  problem    batch {p.batch}, {p.seqlen_q} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads,"
-                f" head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys",
-                f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps,"
-                f" {c.num_stages} stages, {c.smem_bytes} bytes of shared memory",
-                f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
-                f"  splits     {self.num_splits}: {self.reason}",
-                f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
-                f"  traffic    {self.kv_bytes / 1e6:.1f} MB of K and V, {self.flops / 1e9:.2f} GFLOP{roof}",
-            )
-        )
+        lines = [
+            f"decode on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
+            f"  problem    batch {p.batch}, {p.seqlen_q} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
+            f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps, ",
+            f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
+            f"  splits     {self.num_splits}: {self.reason}",
+            f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
+            f"  traffic    {self.kv_bytes / 1e6:.1f} MB of K and V, {self.flops / 1e9:.2f} GFLOP{roof}",
+        ]
+        lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
+        lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
+        return "\n".join(lines)
 
 
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> tuple[int, str]:
-    """Number of splits and the reason for it.
+    """Choose the number of splits and say why.
 
-    The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is enough
-    to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further split costs
-    workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills.
+    The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is
+    enough to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further
+    split costs workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills.
 
     Parameters
     ----------
@@ -438,7 +439,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     """
     ctas = problem.batch * problem.num_kv_heads * ceil_div(problem.rows, config.rows)
     longest = min(MAX_SPLITS, problem.max_kv_len // (2 * config.min_split))
-    if longest <= 1:
+    if longest <= 1 or ctas == 0:
         return 1, f"{problem.max_kv_len} keys are too few to cut"
     limit = min(longest, ceil_div(2 * device.num_sms, ctas))
 
@@ -451,6 +452,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy over {rounds} a SM"
 
 
+@lru_cache(maxsize=1024)
 def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None = None) -> DecodePlan:
     """Plan one decode call.
 

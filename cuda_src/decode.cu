@@ -2,11 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   (num_splits * row blocks, num_kv_heads, batch)      block  NUM_WARPS * 32
-//   CTA    up to ROWS query rows of one KV head against one split of their keys; row = token * group + head of the group
-//   warp   every NUM_WARPS-th step of TILE_KV keys of the split, an online softmax of its own; the warps merge at the end
+//   CTA    up to ROWS query rows of one KV head against one split of their keys; row = token * group + head of the
+//   group warp   every NUM_WARPS-th step of TILE_KV keys of the split, an online softmax of its own; the warps merge at
+//   the end
 //
-// Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V tiles
-// alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
+// Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
+// tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
 #include "common/mask.cuh"
 #include "common/paging.cuh"
 #include "common/params.cuh"
@@ -223,7 +224,8 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
                                            const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, int lane) {
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
-    u32 b[cfg::ROW_TILES][2];  // P^T: the accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g)
+    u32 b[cfg::ROW_TILES]
+         [2];  // P^T: the accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g)
 #pragma unroll
     for (int n = 0; n < cfg::ROW_TILES; ++n) {
       b[n][0] = ptx::movmatrix_trans(ptx::pack2<Elem>(p[i][n][0], p[i][n][1]));
@@ -239,8 +241,8 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
   }
 }
 
-// As multiply_v for a tile with infinities or NaN, where 0 times a hidden value would show: each row adds its own keys only.
-// Slow, and rare: such values next to the newest tokens of a call with several of them.
+// As multiply_v for a tile with infinities or NaN, where 0 times a hidden value would show: each row adds its own keys
+// only. Slow, and rare: such values next to the newest tokens of a call with several of them.
 __device__ __forceinline__ void multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4],
                                                    const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile,
                                                    const DecodeParams& params, const Work& w, int key0, int lane) {
@@ -254,7 +256,8 @@ __device__ __forceinline__ void multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS; ++i) {
         for (int key = 0; key < 16; ++key) {
-          const float held = key < 8 ? p[i][n][c] : p[i][n][c + 2];  // of keys g and g + 8, the same row in lanes of one t
+          const float held =
+              key < 8 ? p[i][n][c] : p[i][n][c + 2];  // of keys g and g + 8, the same row in lanes of one t
           const float weight = __shfl_sync(FULL_MASK, held, key % 8 * 4 + t);
           if (i * 16 + key < lo || i * 16 + key >= hi) continue;
 #pragma unroll
@@ -378,7 +381,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[i][n][e];
-          x = p.softcap_log2 != 0.f ? softmax::softcap(x, p.softcap_log2, p.scale_over_softcap) : x * p.softmax_scale_log2;
+          x = p.softcap_log2 != 0.f ? softmax::softcap(x, p.softcap_log2, p.scale_over_softcap)
+                                    : x * p.softmax_scale_log2;
         }
       }
     }

@@ -28,9 +28,7 @@ __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_ca
 template <class Elem>
 __device__ __forceinline__ float4 load4(const Elem* p) {
   const uint2 raw = *reinterpret_cast<const uint2*>(p);
-  const auto half = [](u32 word, int i) {
-    return ptx::to_float(Elem{static_cast<u16>(word >> (16 * i))});
-  };
+  const auto half = [](u32 word, int i) { return ptx::to_float(Elem{static_cast<u16>(word >> (16 * i))}); };
   return make_float4(half(raw.x, 0), half(raw.x, 1), half(raw.y, 0), half(raw.y, 1));
 }
 __device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
@@ -108,6 +106,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM) merge_kernel(const __grid_constant__ MergeParams p) {
+extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
+    merge_kernel(const __grid_constant__ MergeParams p) {
   merge(p, *reinterpret_cast<Smem*>(ptx::dynamic_smem()));
 }

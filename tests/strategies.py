@@ -139,7 +139,7 @@ _SIDES = st.sampled_from((None, -1, 0, 1, 7, 16, 33))
 _WINDOWS = st.none() | st.tuples(_SIDES, _SIDES)
 
 
-def problems(  # noqa: PLR0913  one argument for each field
+def problems(
     *,
     lengths: st.SearchStrategy[int] = _LENGTHS_OF_16,
     batch_max: int = 3,

@@ -87,7 +87,7 @@ def _assert_same_places(got: np.ndarray, ref: np.ndarray, context: object) -> No
             )
 
 
-def assert_law(  # noqa: PLR0913  three arrays and what their law needs
+def assert_law(
     got: np.ndarray,
     same: np.ndarray,
     ref: np.ndarray,
@@ -131,7 +131,7 @@ def assert_law(  # noqa: PLR0913  three arrays and what their law needs
         )
 
 
-def assert_rows(  # noqa: PLR0913  three results and what their law needs
+def assert_rows(
     got: tuple[np.ndarray, np.ndarray | None],
     same: tuple[np.ndarray, np.ndarray],
     ref: tuple[np.ndarray, np.ndarray],

@@ -194,7 +194,7 @@ def _rows_of_sequence(
     return rows[:length]
 
 
-def _attend(  # noqa: PLR0913  the arguments of the public functions
+def _attend(
     attend: _Attend,
     q: Array,
     k: Array,
@@ -234,7 +234,7 @@ def _store(result: Array, out: Array | None) -> Array:
     return out
 
 
-def attention(  # noqa: PLR0913  the public signature
+def attention(
     q: Array,
     k: Array,
     v: Array,
@@ -283,7 +283,7 @@ def attention(  # noqa: PLR0913  the public signature
     return _attend(_attend_exactly, q, k, v, options, kv_len=kv_len)
 
 
-def prefill(  # noqa: PLR0913  the public signature
+def prefill(
     q: Array,
     k: Array,
     v: Array,
@@ -348,7 +348,7 @@ def prefill(  # noqa: PLR0913  the public signature
     return (result, lse) if return_lse else result
 
 
-def _decode(  # noqa: PLR0913  the arguments of the public functions
+def _decode(
     attend: _Attend,
     q: Array,
     k_cache: Array,
@@ -369,7 +369,7 @@ def _decode(  # noqa: PLR0913  the arguments of the public functions
     return (result, lse) if return_lse else result
 
 
-def decode(  # noqa: PLR0913  the public signature
+def decode(
     q: Array,
     k_cache: Array,
     v_cache: Array,
@@ -431,7 +431,7 @@ def decode(  # noqa: PLR0913  the public signature
     )
 
 
-def attention_same_precision(  # noqa: PLR0913  the public signature
+def attention_same_precision(
     q: Array,
     k: Array,
     v: Array,
@@ -480,7 +480,7 @@ def attention_same_precision(  # noqa: PLR0913  the public signature
     )
 
 
-def decode_same_precision(  # noqa: PLR0913  the public signature
+def decode_same_precision(
     q: Array,
     k_cache: Array,
     v_cache: Array,

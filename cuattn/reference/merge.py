@@ -95,7 +95,7 @@ def finish(state: SoftmaxState, sink: npt.ArrayLike | None = None) -> tuple[Arra
     return state.o / np.where(state.l == 0, np.ones_like(state.l), state.l)[..., None], state.m + np.log(state.l)
 
 
-def online_softmax(  # noqa: PLR0913  the public signature
+def online_softmax(
     q: Array,
     k: Array,
     v: Array,

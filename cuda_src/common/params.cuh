@@ -39,8 +39,8 @@ struct DecodeParams {
   int page_size;  // tokens
   int max_pages;  // pages per sequence
   int num_splits;
-  int window_left;   // keys p - left .. p + right of a query at key position p are visible; -1: unbounded
-  int window_right;  // causal is a right window of 0
+  int window_left;           // keys p - left .. p + right of a query at key position p are visible; -1: unbounded
+  int window_right;          // causal is a right window of 0
   float softmax_scale_log2;  // softmax_scale * log2(e)
   float softcap_log2;        // softcap * log2(e); 0: none
   float scale_over_softcap;  // softmax_scale / softcap

@@ -1,8 +1,8 @@
 // common/softmax.cuh -- the online softmax: the only exponential, the only rescaling and the only lse formula.
 // SPDX-License-Identifier: Apache-2.0
 //
-// A partial result over a set of keys is (m, l, o): m the largest score, l = sum exp2(x - m), o = sum exp2(x - m) v, with
-// scores x in log2 units. Two of them merge by scaling l and o with weight(m, m_new). m = -inf means "no key yet".
+// A partial result over a set of keys is (m, l, o): m the largest score, l = sum exp2(x - m), o = sum exp2(x - m) v,
+// with scores x in log2 units. Two of them merge by scaling l and o with weight(m, m_new). m = -inf means "no key yet".
 #ifndef CUATTN_COMMON_SOFTMAX_CUH
 #define CUATTN_COMMON_SOFTMAX_CUH
 #include "common/ptx.cuh"
@@ -26,15 +26,15 @@ __device__ __forceinline__ void add_sink(float sink, float& m, float& l) {
   m = m_new;
 }
 
-// cap * tanh(s * scale / cap) in log2 units, from the raw score. tanh(y) = 1 - 2 / (1 + exp(2 y)): its absolute error is
-// a few 1e-7, where tanh.approx has 5e-4.
+// cap * tanh(s * scale / cap) in log2 units, from the raw score. tanh(y) = 1 - 2 / (1 + exp(2 y)): its absolute error
+// is a few 1e-7, where tanh.approx has 5e-4.
 __device__ __forceinline__ float softcap(float s, float cap_log2, float scale_over_cap) {
   const float e = ptx::exp2(s * scale_over_cap * (2.f * LOG2_E));
   return cap_log2 * (1.f - __fdividef(2.f, 1.f + e));
 }
 
-// Softmax state of N * 2 query rows that lie on the columns of S^T = K Q^T accumulators: a lane holds columns 2t and 2t+1
-// of each of N tiles; m is equal in the eight lanes of a column, l is this lane's part of the sum.
+// Softmax state of N * 2 query rows that lie on the columns of S^T = K Q^T accumulators: a lane holds columns 2t and
+// 2t+1 of each of N tiles; m is equal in the eight lanes of a column, l is this lane's part of the sum.
 template <int N>
 struct ColumnState {
   float m[N][2];

@@ -86,11 +86,15 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(tmp_path
 
 
 def test_threads_and_processes_that_build_at_once_agree(cache_dir):
-    code = f"from cuattn import _jit, _plan; print(_jit.build({CONFIG!r}".replace("<Dtype.FP32: 'float32'>", "_plan.Dtype.FP32")
+    code = f"from cuattn import _jit, _plan; print(_jit.build({CONFIG!r}".replace(
+        "<Dtype.FP32: 'float32'>", "_plan.Dtype.FP32"
+    )
     code = code.replace("<Dtype.FP16: 'float16'>", "_plan.Dtype.FP16").replace("MergeConfig", "_plan.MergeConfig")
     code += f", {ARCH!r}).path)"
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+        )
         for _ in range(2)
     ]
     built = []

@@ -32,7 +32,10 @@ def test_every_config_compiles_without_spills_or_stack(arch):
         assert report.smem_bytes == 0, (config, report)
         # CTAs that the plan counts on fit an SM together; registers are allocated in units of 8 a thread.
         threads = config.num_warps * _plan.WARP
-        assert _plan.align(report.registers, 8) * threads * config.ctas_per_sm <= _plan.REGISTERS_PER_SM, (config, report)
+        assert _plan.align(report.registers, 8) * threads * config.ctas_per_sm <= _plan.REGISTERS_PER_SM, (
+            config,
+            report,
+        )
         assert "warning" not in result.log, result.log
 
 

@@ -84,7 +84,9 @@ def test_the_number_of_splits_can_be_asked_for():
     assert "asked for" in str(plan)
 
 
-@pytest.mark.parametrize(("major", "minor", "arch"), [(8, 0, "sm_80"), (8, 9, "sm_89"), (9, 0, "sm_90a"), (12, 0, "sm_120a")])
+@pytest.mark.parametrize(
+    ("major", "minor", "arch"), [(8, 0, "sm_80"), (8, 9, "sm_89"), (9, 0, "sm_90a"), (12, 0, "sm_120a")]
+)
 def test_architectures_are_named_as_nvrtc_wants_them(major, minor, arch):
     assert _plan.arch_of(major, minor) == arch
 

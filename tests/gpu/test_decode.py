@@ -793,12 +793,13 @@ def test_pages_at_both_ends_of_a_pool_of_8_gib_are_read(large: list[cupy.ndarray
     assert_decode(problem, *want)
     page = k_cache[0].size
     num_pages = large[0].size // page
-    # Spread over the pool, the first and the last page among them, and those on both sides of 2^31 and 2^32 bytes.
-    spread = np.linspace(0, num_pages - 1, len(k_cache)).astype(int)
-    spread[1:5] = [bytes_before // (2 * page) - i for bytes_before in (2**31, 2**32) for i in (1, 0)]
-    assert len(set(spread)) == len(spread)
     used = np.arange(table.shape[1]) < -(-kv_len // 16)[:, None]
-    where = np.random.default_rng(0).permutation(spread)
+    # The first page and the last, those on both sides of 2^31 and of 2^32 bytes, and others in between; used ones first.
+    beside = [n // (2 * page) - i for n in (2**31, 2**32) for i in (1, 0)]
+    spread = np.linspace(0, num_pages - 1, len(k_cache)).astype(int)
+    spread = list(dict.fromkeys((0, num_pages - 1, *beside, *map(int, spread))))[: len(k_cache)]
+    where = np.empty(len(k_cache), int)
+    where[[*table[used], *np.setdiff1d(np.arange(len(k_cache)), table[used])]] = spread
     table = np.where(used, where[np.where(used, table, 0)], table).astype(np.int32)
     caches = []
     for pool, cache in zip(large, (k_cache, v_cache), strict=True):

@@ -84,7 +84,7 @@ class Module:
         self._library.simt_launch.restype = ctypes.c_char_p
         self._library.simt_tensor_map.restype = ctypes.c_char_p
 
-    def launch(  # noqa: PLR0913  (cuLaunchKernel has as many)
+    def launch(
         self,
         kernel: str,
         grid: int | Sequence[int],

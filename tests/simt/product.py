@@ -1,13 +1,13 @@
-"""The product's kernels on the CPU harness: the same checks, plans and parameters as on a GPU, launched fiber by fiber."""
+"""The product's kernels on the CPU harness, with the checks, plans and parameters of a GPU."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from cuattn import _check, _decode, _jit, _merge, _plan
 from simt import harness
 from strategies import Problem
+
+from cuattn import _check, _decode, _jit, _merge, _plan
 
 H200 = _plan.DEVICES["sm_90a"]
 
@@ -19,7 +19,7 @@ def build(config: _plan.Config, patches: Sequence[tuple[str, str, str]] = ()) ->
     )
 
 
-def decode_arrays(  # noqa: PLR0913  as the public function
+def decode_arrays(
     *arrays: np.ndarray,
     num_splits: int = 1,
     seed: int = 0,
@@ -27,7 +27,7 @@ def decode_arrays(  # noqa: PLR0913  as the public function
     device: _plan.Device = H200,
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
-    **options: Any,  # noqa: ANN401  decode's own
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
@@ -73,7 +73,7 @@ def merge_arrays(parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse:
     )  # fmt: skip
 
 
-def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN401  see decode_arrays
+def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
     """Run a problem; shapes as `cuattn.decode` would return them."""
     out, lse = decode_arrays(*problem.arrays(), **problem.options(), **choices)
     return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)

@@ -10,9 +10,9 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-from simt import product
-from strategies import Problem
-from tolerance import assert_decode
+from simt import product  # noqa: E402  after the path
+from strategies import Problem  # noqa: E402
+from tolerance import assert_decode  # noqa: E402
 
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, sinks=True),
@@ -37,7 +37,9 @@ def main() -> None:
     """Run every problem with one split and with three."""
     overrun = "overrun" in sys.argv
     # Reads the entry of the page after the last one.
-    fault = [("decode.cu", "next_page = position < end ? pages.page(position) : 0;\n    v_offset", "next_page = pages.page(position);\n    v_offset")]  # fmt: skip
+    guarded, blind = "position < end ? pages.page(position) : 0", "pages.page(position)"
+    after = ";\n    v_offset"
+    fault = [("decode.cu", f"next_page = {guarded}{after}", f"next_page = {blind}{after}")]
     for problem in PROBLEMS:
         options = problem.options()
         if "page_table" in options:

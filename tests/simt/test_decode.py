@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cuattn import _plan
 from simt import harness, product
 from strategies import Problem, lengths, problems
-from tolerance import assert_decode
+from tolerance import assert_decode, assert_law
+
+from cuattn import _plan, reference
 
 # A warp step is 32 keys, and a step of the whole CTA 128, in the configs drawn here.
 STEP = 32
@@ -78,7 +78,9 @@ def test_a_device_length_outside_of_the_cache_is_limited_to_it(given_len, used_l
     q, k_cache, v_cache, _ = Problem(kv_len=(40,), group=2).arrays()  # capacity 45, the last five are NaN
     k_cache, v_cache = np.nan_to_num(k_cache), np.nan_to_num(v_cache)
     want = product.decode_arrays(q, k_cache, v_cache, np.array(problem.kv_len, np.int32))
-    got = product.decode_arrays(q, k_cache, v_cache, np.array([20], np.int32), device_kv_len=np.array([given_len], np.int32))
+    got = product.decode_arrays(
+        q, k_cache, v_cache, np.array([20], np.int32), device_kv_len=np.array([given_len], np.int32)
+    )
     for a, b in zip(got, want, strict=True):
         assert a.tobytes() == b.tobytes()
 
@@ -99,7 +101,10 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_othe
     np.testing.assert_array_equal(lse[:, first], clean_lse[:, first])
     assert np.isfinite(out[:, first].astype(np.float32)).all()
     # Summed in another order, key by key.
-    assert np.abs(out[:, first].astype(np.float64) - clean[:, first].astype(np.float64)).max() < np.abs(clean[:, first].astype(np.float64)).max() * 2.0**-7
+    assert (
+        np.abs(out[:, first].astype(np.float64) - clean[:, first].astype(np.float64)).max()
+        < np.abs(clean[:, first].astype(np.float64)).max() * 2.0**-7
+    )
     third = out[:, 2].astype(np.float32)
     assert np.array_equal(third[..., 5], np.full_like(third[..., 5], bad), equal_nan=True)
     assert np.isfinite(np.delete(third, 5, axis=-1)).all()
@@ -136,10 +141,6 @@ DTYPES = st.sampled_from(("float32", "float16", "bfloat16"))
     seed=st.integers(0, 2**32 - 1),
 )
 def test_merge_obeys_the_error_law_and_never_reads_an_empty_part(num_parts, heads, head_dim, spread, empty, seed):
-    from tolerance import assert_law
-
-    from cuattn import reference
-
     rng = np.random.default_rng(seed)
     parts = rng.standard_normal((num_parts, 2, heads, head_dim)).astype(np.float32)
     lse_parts = (spread * rng.standard_normal(parts.shape[:-1])).astype(np.float32)

@@ -366,7 +366,9 @@ def substituted_tile(config: _plan.DecodeConfig, tile: Tile | None, device: _pla
     table, key = _plan.decode_tiles(device), (config.head_dim, config.row_tiles)
     row = table[key]
     table[key] = replace(row, tile_kv=tile.tile_kv, num_stages=tile.num_stages, num_warps=tile.num_warps)
+    _plan.decode_plan.cache_clear()
     try:
         yield
     finally:
         table[key] = row
+        _plan.decode_plan.cache_clear()

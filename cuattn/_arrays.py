@@ -76,6 +76,11 @@ def as_array(name: str, x: Array) -> Array:
     raise TypeError(msg)
 
 
+def given(out: Array | None, result: Array) -> Array:
+    """Return the caller's own `out` if it is an array of the result's kind, else `result`."""
+    return out if isinstance(out, type(result)) else result
+
+
 def place(array: Array) -> str:
     """Return where an array lies: ``"cpu"`` or ``"cuda:0"``."""
     return f"cuda:{array.device.id}" if is_gpu(array) else "cpu"

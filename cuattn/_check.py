@@ -42,6 +42,8 @@ class DecodeCall:
         Left and right, -1 for unbounded; not yet narrowed by `causal`.
     causal, softcap, softmax_scale, num_splits
         As in `decode`; `softcap` 0 means none.
+    one_token : bool
+        Whether the caller's q has no axis of query tokens.
     """
 
     q: Array
@@ -56,6 +58,7 @@ class DecodeCall:
     softmax_scale: float
     num_splits: int | None
     out: Array | None
+    one_token: bool
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -107,6 +110,8 @@ def _one_place(arrays: dict[str, Array | None]) -> None:
 
 def _rows(name: str, x: Array) -> None:
     """Rows along the last axis are contiguous and, in 16-bit dtypes and on a GPU, start at multiples of 16 bytes."""
+    if x.size == 0:
+        return
     if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
         msg = (
             f"{name} must be contiguous along its last axis (stride {x.itemsize} bytes), got {x.strides[-1]}; "
@@ -132,9 +137,12 @@ def _out(out: Array, shape: tuple[int, ...], dtypes: Sequence[str], of: str) -> 
     if not is_gpu(out) and not out.flags.writeable:
         msg = "out must be writeable, got a read-only array"
         raise ValueError(msg)
-    if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
-        msg = f"out must not repeat elements, got strides {out.strides} for shape {out.shape}"
-        raise ValueError(msg)
+    extent = out.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
+        if stride < extent and out.size:
+            msg = f"out must not have elements that share memory, got strides {out.strides} for shape {out.shape}"
+            raise ValueError(msg)
+        extent += stride * (n - 1)
 
 
 def _head_dim(name: str, head_dim: int) -> None:
@@ -156,11 +164,10 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _number(name: str, value: object, accepted: str, *, positive: bool) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]  # the point of the test
-    except (TypeError, ValueError):
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         msg = f"{name} must be {accepted}, got {value!r}"
-        raise TypeError(msg) from None
+        raise TypeError(msg)
+    number = float(value)
     if not math.isfinite(number) or (positive and number <= 0):
         msg = f"{name} must be {accepted}, got {value!r}"
         raise ValueError(msg)
@@ -207,11 +214,20 @@ def window_of(window: object) -> tuple[int, int]:
     return tuple(_UNBOUNDED if side >= _plan.MAX_KV_LEN else side for side in (left, right))  # type: ignore[return-value]
 
 
-def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool) -> Array:
-    host = isinstance(kv_len, (int, np.integer, Sequence)) and not isinstance(kv_len, (bool, str))
-    lengths = np.asarray(kv_len) if host else as_array("kv_len", kv_len)
-    if host and lengths.ndim == 0:
-        lengths = np.full(batch, lengths)
+def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: bool) -> Array:
+    if kv_len is None or isinstance(kv_len, (bool, str, bytes, float, np.floating)):
+        msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r} ({type(kv_len).__name__})"
+        raise TypeError(msg)
+    if isinstance(kv_len, (int, np.integer)):
+        lengths = np.full(batch, _integer("kv_len", kv_len, -(2**63), 2**63 - 1))
+    elif isinstance(kv_len, Sequence):
+        try:
+            lengths = np.asarray(kv_len) if kv_len else np.zeros(0, np.int32)
+        except ValueError:
+            msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r}"
+            raise ValueError(msg) from None
+    else:
+        lengths = as_array("kv_len", kv_len)
     _shape("kv_len", lengths, (batch,), "one length a sequence")
     if is_gpu(lengths):
         if not gpu:
@@ -219,23 +235,25 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool) -> Array:
             raise ValueError(msg)
         _dtype("kv_len", lengths, ("int32",))
         return lengths
-    if lengths.dtype.kind not in "iu" and lengths.size:
+    if lengths.dtype.kind not in "iu":
         msg = f"kv_len must be of an integer dtype, got {lengths.dtype.name}"
         raise TypeError(msg)
     bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
-    if bad.size:
+    if contents and bad.size:
         msg = f"kv_len[{bad[0]}] must be 0 to {capacity}, what the cache holds of a sequence, got {lengths[bad[0]]}"
         raise ValueError(msg)
     return lengths.astype(np.int32)
 
 
-def _page_table(page_table: Array, kv_len: Array, batch: int, num_pages: int, page_size: int) -> None:
+def _page_table(
+    page_table: Array, kv_len: Array, batch: int, num_pages: int, page_size: int, *, contents: bool
+) -> None:
     _rank("page_table", page_table, (2,), "(batch, max_pages)")
     if page_table.shape[0] != batch:
         msg = f"page_table must have shape ({batch}, max_pages), batch as in q, got {page_table.shape}"
         raise ValueError(msg)
     _dtype("page_table", page_table, ("int32",))
-    if is_gpu(page_table):
+    if is_gpu(page_table) or not contents:
         return
     used = np.arange(page_table.shape[1]) * page_size < np.asarray(kv_len)[:, None]
     bad = np.argwhere(used & ((page_table < 0) | (page_table >= num_pages)))
@@ -299,8 +317,12 @@ def decode(
     softmax_scale: object = None,
     num_splits: object = None,
     out: Array | None = None,
+    contents: bool = True,
 ) -> DecodeCall:
-    """Check the arguments of `decode`; parameters and errors are documented there."""
+    """Check the arguments of `decode`; parameters and errors are documented there.
+
+    Without `contents`, lengths and page-table entries may have any value.
+    """
     arrays: dict[str, Array | None] = {
         "q": as_array("q", q),
         "k_cache": as_array("k_cache", k_cache),
@@ -319,10 +341,10 @@ def decode(
     if capacity > _plan.MAX_KV_LEN:
         msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
         raise ValueError(msg)
-    lengths = _kv_len(kv_len, batch, capacity, gpu=is_gpu(q))
+    lengths = _kv_len(kv_len, batch, capacity, gpu=is_gpu(q), contents=contents)
     _one_place({"q": q, "kv_len": lengths if is_gpu(lengths) else q})
     if page_table is not None:
-        _page_table(page_table, lengths, batch, num_pages, page_size)
+        _page_table(page_table, lengths, batch, num_pages, page_size, contents=contents)
     if sinks is not None:
         _sinks(sinks, num_qo_heads, q.dtype.name)
     if out is not None:
@@ -350,6 +372,7 @@ def decode(
         softmax_scale=scale,
         num_splits=num_splits,
         out=with_tokens(out),
+        one_token=q.ndim == 3,  # noqa: PLR2004
     )
 
 

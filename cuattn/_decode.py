@@ -65,7 +65,7 @@ def decode(
         depends on it by rounding only. NumPy arrays are not split.
     return_lse : bool, default False
     out : array, shape and dtype of `q`, optional
-        Receives the result.
+        Receives the result, and is returned; as a CuPy array over its memory if it is neither a CuPy nor a NumPy array.
 
     Returns
     -------
@@ -106,8 +106,9 @@ def decode(
     )  # fmt: skip
     with_lse = _check.flag("return_lse", return_lse)
     result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
-    if np.ndim(q) == 3:  # noqa: PLR2004  without the axis of query tokens
+    if call.one_token:
         result, lse = result[:, 0], None if lse is None else lse[:, 0]
+    result = _arrays.given(out, result)
     return (result, lse) if with_lse else result
 
 
@@ -141,7 +142,7 @@ def plan_decode(
     ValueError, TypeError
         As `decode`, and for an unknown device.
     """
-    call = _check.decode(q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits)
+    call = _check.decode(q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, contents=False)
     _check.dtype_16bit("q", call.q)
     return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits)
 
@@ -155,8 +156,7 @@ def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
     out = np.empty(call.q.shape, call.q.dtype) if call.out is None else call.out
     with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
         out[...] = result.astype(out.dtype)
-    wide = call.q.dtype == np.float64
-    return out, lse.astype(np.float64 if wide else np.float32) if with_lse else None
+    return out, lse.astype(np.float32) if with_lse else None
 
 
 def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:

@@ -24,7 +24,8 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
     lse_partial : array, shape (num_parts, ..., num_qo_heads), float32
         Natural-log lse of each part. A part with -inf saw no key: its `out_partial` may hold anything, NaN included.
     out : array, shape (..., num_qo_heads, head_dim), optional
-        Receives the result; dtype of `out_partial`, or float16 or bfloat16 for float32 parts.
+        Receives the result, and is returned as in `decode`; dtype of `out_partial`, or float16 or bfloat16 for float32
+        parts.
 
     Returns
     -------
@@ -55,20 +56,20 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
     >>> suffix = cuattn.decode(q, k_suffix, v_suffix, suffix_len, return_lse=True)
     >>> out, lse = cuattn.merge(*(cupy.stack(x) for x in zip(prefix, suffix)))
     """
-    out_partial, lse_partial, out = _check.merge(out_partial, lse_partial, out)
+    out_partial, lse_partial, target = _check.merge(out_partial, lse_partial, out)
     if not _arrays.is_gpu(out_partial):
         result, lse = reference.merge(out_partial, lse_partial)
-        out = np.empty(result.shape, out_partial.dtype) if out is None else out
+        target = np.empty(result.shape, out_partial.dtype) if target is None else target
         with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
-            out[...] = result.astype(out.dtype)
-        return out, lse.astype(lse_partial.dtype)
+            target[...] = result.astype(target.dtype)
+        return _arrays.given(out, target), lse.astype(np.float32)
     cupy = _arrays.import_cupy()
     with cupy.cuda.Device(out_partial.device.id):
-        if out is None:
-            out = cupy.empty(out_partial.shape[1:], out_partial.dtype)
+        if target is None:
+            target = cupy.empty(out_partial.shape[1:], out_partial.dtype)
         lse = cupy.empty(lse_partial.shape[1:], cupy.float32)
-        launch(out_partial, lse_partial, out, lse)
-    return out, lse
+        launch(out_partial, lse_partial, target, lse)
+    return _arrays.given(out, target), lse
 
 
 def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> None:

@@ -794,7 +794,7 @@ def test_pages_at_both_ends_of_a_pool_of_8_gib_are_read(large: list[cupy.ndarray
     page = k_cache[0].size
     num_pages = large[0].size // page
     used = np.arange(table.shape[1]) < -(-kv_len // 16)[:, None]
-    # The first page and the last, those on both sides of 2^31 and of 2^32 bytes, and others in between; used ones first.
+    # The first page and the last, those beside 2^31 and 2^32 bytes, and others in between; used ones first.
     beside = [n // (2 * page) - i for n in (2**31, 2**32) for i in (1, 0)]
     spread = np.linspace(0, num_pages - 1, len(k_cache)).astype(int)
     spread = list(dict.fromkeys((0, num_pages - 1, *beside, *map(int, spread))))[: len(k_cache)]

@@ -46,7 +46,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   const u8* lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
                           i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
   const auto part_lse = [&](int part) {
-    return *reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part) * LOG2_E;
+    return *reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part);
   };
 
   float m = neg_inf();
@@ -65,7 +65,8 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   for (int part = warp; part < p.num_parts; part += cfg::NUM_WARPS) {
     const float lse = part_lse(part);
     if (lse == neg_inf()) continue;
-    const float w = softmax::weight(lse, m);
+    // The difference of two lse is exact or nearly so; scaling each to log2 units first would round it.
+    const float w = softmax::weight((lse - m) * LOG2_E, 0.f);
     sum += w;
     const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
 #pragma unroll
@@ -101,7 +102,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     }
     store4(reinterpret_cast<Out*>(out) + dim, make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse));
   }
-  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = softmax::lse(m, sum);
+  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = softmax::lse(0.f, sum) + m;
 }
 
 }  // namespace

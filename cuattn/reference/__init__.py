@@ -3,15 +3,9 @@
 Slow and obvious on purpose. What a kernel computes is right when it agrees with this package within the error law.
 """
 
-from cuattn.reference.attention import (
-    attention,
-    attention_same_precision,
-    decode,
-    decode_same_precision,
-    prefill,
-    visible_keys,
-)
+from cuattn.reference.attention import attention, decode, prefill, visible_keys
 from cuattn.reference.merge import SoftmaxState, finish, merge, online_softmax, update
+from cuattn.reference.same_precision import attention_same_precision, decode_same_precision, tensor_core
 
 __all__ = [
     "SoftmaxState",
@@ -23,6 +17,7 @@ __all__ = [
     "merge",
     "online_softmax",
     "prefill",
+    "tensor_core",
     "update",
     "visible_keys",
 ]

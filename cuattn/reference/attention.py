@@ -1,7 +1,7 @@
-"""Exact attention in NumPy: the definition in float64, and the same sums with the roundings of a GPU kernel.
+"""Exact attention in NumPy, in float64: the definition.
 
 Every entry point cuts its arrays into sequences, gathers the rows that a sequence uses and no others, and calls
-one of two functions on each: `_attend_exactly` or `_attend_rounded`.
+a function on each: `_attend_exactly` here, another with the roundings of a GPU kernel in `same_precision`.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,9 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 Window: TypeAlias = tuple[int | None, int | None] | None
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# Keys or head_dim elements that one tensor-core instruction sums for 16-bit inputs.
-MMA_DEPTH = 16
-# Queries that `_attend_rounded` takes at once; bounds its memory, changes no result.
-QUERY_BLOCK = 64
-
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
     """What turns scores into weights, the same for every sequence of a call."""
 
     causal: bool
@@ -32,6 +25,12 @@ class _Options:
     sinks: npt.ArrayLike | None
     softmax_scale: float | None
     dtype: npt.DTypeLike = np.float64
+    rounded: bool = False
+
+    @property
+    def lse_dtype(self) -> npt.DTypeLike:
+        """Dtype of lse: that of the result, but float32 where a kernel's roundings are wanted."""
+        return np.float32 if self.rounded else self.dtype
 
     def scale(self, head_dim: int) -> float:
         """Return `softmax_scale`, by default ``head_dim ** -0.5``."""
@@ -43,7 +42,7 @@ class _Options:
         return np.broadcast_to(np.asarray(sinks).astype(dtype), num_qo_heads)
 
 
-_Attend: TypeAlias = Callable[[Array, Array, Array, _Options], tuple[Array, Array]]
+Attend: TypeAlias = Callable[[Array, Array, Array, Options], tuple[Array, Array]]
 
 
 def visible_keys(query: int, seqlen_q: int, kv_len: int, *, causal: bool, window: Window) -> tuple[int, int]:
@@ -85,7 +84,7 @@ def visible_keys(query: int, seqlen_q: int, kv_len: int, *, causal: bool, window
 
 # A sequence with infinite or NaN scores has the result that IEEE arithmetic gives; log 0 is an empty row.
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def _attend_exactly(q: Array, k: Array, v: Array, options: _Options) -> tuple[Array, Array]:
+def _attend_exactly(q: Array, k: Array, v: Array, options: Options) -> tuple[Array, Array]:
     """Attend within one sequence: q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]``."""
     seqlen_q, num_qo_heads, head_dim = q.shape
     kv_len, num_kv_heads, value_dim = v.shape
@@ -112,70 +111,6 @@ def _attend_exactly(q: Array, k: Array, v: Array, options: _Options) -> tuple[Ar
     return out, lse
 
 
-def truncate_to_float32(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Round toward zero, as the accumulators of Hopper's tensor cores do."""
-    nearest = x.astype(np.float32)
-    # Sign and magnitude: one less in the bits is one step toward zero.
-    return (nearest.view(np.uint32) - (np.abs(nearest) > np.abs(x))).view(np.float32)
-
-
-def _mma(a: Array, b: Array) -> npt.NDArray[np.float32]:
-    """Multiply ``[rows, depth]`` by ``[depth, columns]``, the float32 accumulator rounded once per `MMA_DEPTH`."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for start in range(0, a.shape[1], MMA_DEPTH):
-        depth = slice(start, start + MMA_DEPTH)
-        total = truncate_to_float32(total + a[:, depth] @ b[depth])
-    return total
-
-
-# As in `_attend_exactly`; float32 and 16-bit results may also overflow to infinity, as they do on a GPU.
-@np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def _attend_rounded(q: Array, k: Array, v: Array, options: _Options) -> tuple[Array, Array]:
-    """Attend as `_attend_exactly` does, rounding where a kernel rounds."""
-    seqlen_q, num_qo_heads, head_dim = q.shape
-    kv_len, num_kv_heads, value_dim = v.shape
-    group = num_qo_heads // num_kv_heads
-    sinks = options.sink_of_each_head(num_qo_heads, np.float32) * np.float32(LOG2_E)
-    out = np.zeros((seqlen_q, num_qo_heads, value_dim), q.dtype)
-    lse = np.full((seqlen_q, num_qo_heads), -np.inf, np.float32)
-    # One query at a time has no hidden keys in its range, so that no hidden value is multiplied by zero.
-    step = QUERY_BLOCK if np.isfinite(v).all() else 1
-    for first in range(0, seqlen_q, step):
-        queries = range(first, min(first + step, seqlen_q))
-        ranges = np.array(
-            [visible_keys(i, seqlen_q, kv_len, causal=options.causal, window=options.window) for i in queries]
-        )
-        start, stop = ranges[:, 0].min(), ranges[:, 1].max()
-        keys = np.arange(start, stop)
-        visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
-        for kv_head in range(num_kv_heads):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            rows = q[first : first + step, heads].reshape(-1, head_dim)
-            scores = _mma(rows, k[start:stop, kv_head].T)
-            scale = options.scale(head_dim)
-            if options.softcap is None:
-                scores = scores * np.float32(scale * LOG2_E)
-            else:
-                capped = np.tanh(scores * np.float32(scale / options.softcap))
-                scores = np.float32(options.softcap * LOG2_E) * capped
-            scores = np.where(np.repeat(visible, group, axis=0), scores, np.float32(-np.inf))
-            largest = scores.max(axis=1, initial=-np.inf)
-            weights = np.exp2(scores - np.where(np.isneginf(largest), 0, largest)[:, None])
-            total = weights.sum(axis=1, dtype=np.float32)
-            product = _mma(weights.astype(q.dtype), v[start:stop, kv_head])
-            sink = np.tile(sinks[heads], len(queries))
-            with_sink = np.maximum(largest, sink)
-            base = np.where(np.isneginf(with_sink), 0, with_sink)
-            rescale = np.exp2(largest - base)
-            total = total * rescale + np.exp2(sink - base)
-            row_out = product * (rescale / np.where(total == 0, 1, total))[:, None]
-            row_lse = np.float32(LN_2) * (with_sink + np.log2(total))
-            out[first : first + step, heads] = row_out.reshape(len(queries), group, value_dim).astype(q.dtype)
-            lse[first : first + step, heads] = row_lse.reshape(len(queries), group)
-    return out, lse
-
-
 def _rows_of_sequence(
     x: Array, sequence: int, length: int | None, cu_seqlens: Array | None, page_table: Array | None
 ) -> Array:
@@ -194,12 +129,12 @@ def _rows_of_sequence(
     return rows[:length]
 
 
-def _attend(
-    attend: _Attend,
+def attend_each(
+    attend: Attend,
     q: Array,
     k: Array,
     v: Array,
-    options: _Options,
+    options: Options,
     *,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
@@ -212,9 +147,8 @@ def _attend(
     if is_ragged and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lengths = [None] * batch if kv_len is None else [int(n) for n in np.broadcast_to(np.asarray(kv_len), batch)]
-    is_rounded = attend is _attend_rounded
-    out = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype if is_rounded else options.dtype)
-    lse = np.full(q.shape[:-1], -np.inf, np.float32 if is_rounded else options.dtype)
+    out = np.zeros((*q.shape[:-1], v.shape[-1]), options.dtype)
+    lse = np.full(q.shape[:-1], -np.inf, options.lse_dtype)
     for sequence in range(batch):
         rows: Any = sequence if cu_seqlens_q is None else slice(cu_seqlens_q[sequence], cu_seqlens_q[sequence + 1])
         keys, values = (_rows_of_sequence(x, sequence, lengths[sequence], cu_seqlens_k, page_table) for x in (k, v))
@@ -279,8 +213,8 @@ def attention(
     lse : ndarray, shape (batch, seqlen_q, num_qo_heads)
         Natural logarithm of the sum of exponentials of the scores, -inf where there is neither key nor sink.
     """
-    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
-    return _attend(_attend_exactly, q, k, v, options, kv_len=kv_len)
+    options = Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    return attend_each(_attend_exactly, q, k, v, options, kv_len=kv_len)
 
 
 def prefill(
@@ -332,8 +266,8 @@ def prefill(
     lse : ndarray, shape (batch, seqlen_q, num_qo_heads) or (total_q, num_qo_heads)
         As in `attention`. Only if `return_lse`.
     """
-    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
-    result, lse = _attend(
+    options = Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    result, lse = attend_each(
         _attend_exactly,
         q,
         k,
@@ -348,21 +282,22 @@ def prefill(
     return (result, lse) if return_lse else result
 
 
-def _decode(
-    attend: _Attend,
+def decode_each(
+    attend: Attend,
     q: Array,
     k_cache: Array,
     v_cache: Array,
-    options: _Options,
+    options: Options,
     *,
     kv_len: npt.ArrayLike,
     page_table: Array | None,
     return_lse: bool,
     out: Array | None,
 ) -> Array | tuple[Array, Array]:
+    """Call `attend` on the sequences of a decode, whose q may lack the axis of query tokens."""
     has_one_token = q.ndim < k_cache.ndim
     tokens = q[:, None] if has_one_token else q
-    result, lse = _attend(attend, tokens, k_cache, v_cache, options, kv_len=kv_len, page_table=page_table)
+    result, lse = attend_each(attend, tokens, k_cache, v_cache, options, kv_len=kv_len, page_table=page_table)
     if has_one_token:
         result, lse = result[:, 0], lse[:, 0]
     result = _store(result, out)
@@ -417,104 +352,9 @@ def decode(
     lse : ndarray, shape of `q` without head_dim
         As in `attention`. Only if `return_lse`.
     """
-    options = _Options(causal, window, softcap, sinks, softmax_scale, dtype)
-    return _decode(
+    options = Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    return decode_each(
         _attend_exactly,
-        q,
-        k_cache,
-        v_cache,
-        options,
-        kv_len=kv_len,
-        page_table=page_table,
-        return_lse=return_lse,
-        out=out,
-    )
-
-
-def attention_same_precision(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
-    kv_len: npt.ArrayLike | None = None,
-    page_table: Array | None = None,
-) -> tuple[Array, Array]:
-    """Attend as `attention` and `prefill` do, rounding where a kernel rounds; the yardstick of the error law.
-
-    Scores and the product with v are sums of 16 exact products at a time, truncated to float32. Scaling, softcap,
-    maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
-    second product only, and the quotient is rounded to that dtype. The sink joins after the last key.
-
-    Parameters
-    ----------
-    q, k, v : ndarray, float16 or bfloat16
-        Shapes as in `prefill`.
-    causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
-        As in `prefill`.
-
-    Returns
-    -------
-    out : ndarray, dtype of `q`
-        Shape as in `prefill`.
-    lse : ndarray, float32
-        Shape as in `prefill`.
-    """
-    options = _Options(causal, window, softcap, sinks, softmax_scale)
-    return _attend(
-        _attend_rounded,
-        q,
-        k,
-        v,
-        options,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        kv_len=kv_len,
-        page_table=page_table,
-    )
-
-
-def decode_same_precision(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    kv_len: npt.ArrayLike,
-    *,
-    page_table: Array | None = None,
-    causal: bool = True,
-    window: Window = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    num_splits: int | None = None,  # noqa: ARG001  the same arguments as `decode`
-    return_lse: bool = False,
-    out: Array | None = None,
-) -> Array | tuple[Array, Array]:
-    """Attend as `decode` does, rounding as `attention_same_precision` does.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache : ndarray, float16 or bfloat16
-        Shapes as in `decode`.
-    kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, return_lse, out
-        As in `decode`.
-
-    Returns
-    -------
-    out : ndarray, dtype of `q`
-        Shape as in `decode`.
-    lse : ndarray, float32
-        Shape as in `decode`. Only if `return_lse`.
-    """
-    options = _Options(causal, window, softcap, sinks, softmax_scale)
-    return _decode(
-        _attend_rounded,
         q,
         k_cache,
         v_cache,

@@ -13,7 +13,7 @@ namespace softmax {
 __device__ __forceinline__ float weight(float x, float m) { return ptx::exp2(x - (m == neg_inf() ? 0.f : m)); }
 
 // 1 / l; 0 for a row without keys, so that its output is 0.
-__device__ __forceinline__ float inverse_sum(float l) { return l == 0.f ? 0.f : __fdividef(1.f, l); }
+__device__ __forceinline__ float inverse_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
 
 // Natural-log lse of (m, l); -inf for a row without keys, NaN where a score was NaN.
 __device__ __forceinline__ float lse(float m, float l) { return l == 0.f ? neg_inf() : (m + ptx::log2(l)) * LN_2; }
@@ -26,11 +26,10 @@ __device__ __forceinline__ void add_sink(float sink, float& m, float& l) {
   m = m_new;
 }
 
-// cap * tanh(s * scale / cap) in log2 units, from the raw score. tanh(y) = 1 - 2 / (1 + exp(2 y)): its absolute error
-// is a few 1e-7, where tanh.approx has 5e-4.
+// cap * tanh(s * scale / cap) in log2 units, from the raw score. The error of tanhf is relative, so that a cap far above
+// all scores changes nothing; tanh.approx, and 1 - 2 / (1 + exp(2 y)), have an absolute one that the cap multiplies.
 __device__ __forceinline__ float softcap(float s, float cap_log2, float scale_over_cap) {
-  const float e = ptx::exp2(s * scale_over_cap * (2.f * LOG2_E));
-  return cap_log2 * (1.f - __fdividef(2.f, 1.f + e));
+  return cap_log2 * tanhf(s * scale_over_cap);
 }
 
 // Softmax state of N * 2 query rows that lie on the columns of S^T = K Q^T accumulators: a lane holds columns 2t and

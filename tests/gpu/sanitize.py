@@ -1,0 +1,47 @@
+"""Small decode and merge calls for compute-sanitizer; results are checked too.
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+import cupy  # noqa: E402  after the path
+import numpy as np  # noqa: E402
+from strategies import Problem  # noqa: E402
+from tolerance import assert_decode  # noqa: E402
+
+import cuattn  # noqa: E402
+
+PROBLEMS = (
+    Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, sinks=True),
+    Problem(kv_len=(129, 500), group=8, head_dim=128, page_size=5, values="late_max", window=(40, 3)),
+    Problem(kv_len=(31, 64), seqlen_q=16, group=8, head_dim=128, softcap=5.0, dtype="bfloat16"),
+    Problem(kv_len=(77,), seqlen_q=4, group=5, head_dim=96, dtype="bfloat16"),
+    Problem(kv_len=(260,), seqlen_q=2, group=6, head_dim=192, causal=False),
+    Problem(kv_len=(130, 300), num_kv_heads=2, group=6, head_dim=256, page_size=16, values="huge"),
+    Problem(kv_len=(100,), group=2, head_dim=512, dtype="bfloat16"),
+)
+
+
+def main() -> None:
+    """Run every problem with one split and with three, from exact allocations."""
+    # Every array has an allocation of its own, so that a step past its end is seen.
+    cupy.cuda.set_allocator(None)
+    for problem in PROBLEMS:
+        q, k_cache, v_cache, kv_len = map(cupy.asarray, problem.arrays())
+        options = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in problem.options().items()}
+        for num_splits in (1, 3):
+            out, lse = cuattn.decode(q, k_cache, v_cache, kv_len, num_splits=num_splits, return_lse=True, **options)
+            assert_decode(problem, out.get(), lse.get())
+        if problem.seqlen_q == 1:
+            cuattn.merge(cupy.stack([out, out]), cupy.stack([lse, lse]))
+    cupy.cuda.Device().synchronize()
+    sys.stdout.write(f"{len(PROBLEMS)} problems\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -124,7 +124,7 @@ def _read(path: Path) -> Report | None:
 def cubin_path(config: Config, arch: str, sources: str | None = None) -> Path:
     """Where the cubin of a config lies, or would lie, in the cache."""
     key = "\0".join(
-        (source(config), sources or fingerprint(), *_nvrtc.OPTIONS, arch, ".".join(map(str, _nvrtc.version())))
+        (source(config), sources or fingerprint(), *_nvrtc.options(), arch, ".".join(map(str, _nvrtc.version())))
     )
     return cache_dir() / arch / f"{config.kernel}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
 

@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+_OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+# From this version on NVRTC has a cache of its own, whose answers come without ptxas' report; ours keeps both.
+_FIRST_WITH_CACHE = (12, 9)
 
 _INSTALL = "pip install 'cuattn[cuda13]' (or 'cuattn[cuda12]' for a CUDA 12 driver) installs it"
 
@@ -115,6 +117,11 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
+def options() -> tuple[str, ...]:
+    """Return the options of every compilation, architecture and include path aside."""
+    return (*_OPTIONS, "-no-cache") if version() >= _FIRST_WITH_CACHE else _OPTIONS
+
+
 def compile_cubin(source: str, *, name: str, arch: str, include: Path, config: str = "") -> Compiled:
     """Compile CUDA C to a cubin.
 
@@ -145,15 +152,16 @@ def compile_cubin(source: str, *, name: str, arch: str, include: Path, config: s
     nvrtc = _nvrtc()
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram")
     try:
-        options = [*OPTIONS, f"-arch={arch}", f"-I{include}"]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        given = [o.encode() for o in (*options(), f"-arch={arch}", f"-I{include}")]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        # Buffers are bytearrays: NVRTC writes into them, and a bytes object of length 1 is shared by all of Python.
+        log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize"))
         _check(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
         text = log.rstrip(b"\0 ").decode(errors="replace")
         if status.value:
             raise CompileError(name, config, text or f"NVRTC: {status.name}")
-        cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return Compiled(cubin, text)
+        return Compiled(bytes(cubin), text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)

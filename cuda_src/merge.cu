@@ -65,8 +65,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   for (int part = warp; part < p.num_parts; part += cfg::NUM_WARPS) {
     const float lse = part_lse(part);
     if (lse == neg_inf()) continue;
-    // The difference of two lse is exact or nearly so; scaling each to log2 units first would round it.
-    const float w = softmax::weight((lse - m) * LOG2_E, 0.f);
+    const float w = softmax::natural_weight(lse - m);
     sum += w;
     const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
 #pragma unroll

@@ -12,6 +12,10 @@ namespace softmax {
 // exp2(x - m); 0 for x = -inf, also while m is -inf, where the plain difference would be NaN.
 __device__ __forceinline__ float weight(float x, float m) { return ptx::exp2(x - (m == neg_inf() ? 0.f : m)); }
 
+// exp(x) for differences of lse, which are natural: scaling x to log2 units first would round it by up to half an ulp
+// of x.
+__device__ __forceinline__ float natural_weight(float x) { return expf(x); }
+
 // 1 / l; 0 for a row without keys, so that its output is 0.
 __device__ __forceinline__ float inverse_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
 
@@ -26,8 +30,9 @@ __device__ __forceinline__ void add_sink(float sink, float& m, float& l) {
   m = m_new;
 }
 
-// cap * tanh(s * scale / cap) in log2 units, from the raw score. The error of tanhf is relative, so that a cap far above
-// all scores changes nothing; tanh.approx, and 1 - 2 / (1 + exp(2 y)), have an absolute one that the cap multiplies.
+// cap * tanh(s * scale / cap) in log2 units, from the raw score. The error of tanhf is relative, so that a cap far
+// above all scores changes nothing; tanh.approx, and 1 - 2 / (1 + exp(2 y)), have an absolute one that the cap
+// multiplies.
 __device__ __forceinline__ float softcap(float s, float cap_log2, float scale_over_cap) {
   return cap_log2 * tanhf(s * scale_over_cap);
 }

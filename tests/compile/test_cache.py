@@ -110,6 +110,12 @@ def test_threads_and_processes_that_build_at_once_agree(cache_dir):
     assert left_over == []
 
 
+def test_an_empty_log_leaves_the_bytes_of_python_alone():
+    """A source without a kernel has a log of one byte, the terminator."""
+    _nvrtc.compile_cubin("", name="nothing", arch=ARCH, include=_jit.CUDA_SRC)
+    assert [bytes([i])[0] for i in range(256)] == list(range(256))
+
+
 def test_dump_keeps_source_log_and_cubin(tmp_path, monkeypatch):
     monkeypatch.setenv("CUATTN_DUMP", str(tmp_path / "dump"))
     built = _jit.build(CONFIG, ARCH)

@@ -90,7 +90,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   sum = 0.f;
 #pragma unroll
   for (int i = 0; i < cfg::NUM_WARPS; ++i) sum += sm.sum[i];
-  const float inverse = softmax::inverse_sum(sum);
+  const float total = sum == 0.f ? 1.f : sum;  // without keys the numerators are 0
   u8* out = p.out + i0 * p.out_stride_dim0 + i1 * p.out_stride_dim1 + head * p.out_stride_head;
   for (int dim = threadIdx.x * 4; dim < cfg::HEAD_DIM; dim += cfg::NUM_WARPS * WARP * 4) {
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -99,7 +99,8 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
       const float4 y = load4(&sm.o[i][dim]);
       x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
     }
-    store4(reinterpret_cast<Out*>(out) + dim, make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse));
+    // Divided, not multiplied by an inverse: a rounding less, which float32 results show.
+    store4(reinterpret_cast<Out*>(out) + dim, make_float4(x.x / total, x.y / total, x.z / total, x.w / total));
   }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = softmax::lse(0.f, sum) + m;
 }

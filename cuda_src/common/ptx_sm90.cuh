@@ -70,7 +70,8 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // PTX ISA: cp.async.bulk.tensor.{2d,3d,4d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes. One box, c0 along
-// the innermost dimension; elements outside of the tensor are zero, and count as bytes of the box like the others.
+// the innermost dimension; elements outside of the tensor are zero, and count as bytes of the box like the others. c0
+// is a multiple of 16 bytes: an H200 answers others with "illegal instruction".
 __device__ __forceinline__ void tma_load_2d(void* dst, const TensorMap* map, u64* bar, int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];" ::

@@ -107,6 +107,8 @@ void tma_load(void* dst, const TensorMap* map, u64* bar, const int (&at)[RANK]) 
   const Tensor t = load_argument<Tensor>(map);
   if (t.rank != RANK) fail("tma_load_%dd: the tensor map has rank %d", RANK, t.rank);
   check_aligned(dst, t.swizzle == 16 ? 128 : 8 * t.swizzle, "tma_load: destination");
+  // Found on an H200, which answers with "illegal instruction".
+  if (at[0] * t.element_bytes % 16) fail("tma_load_%dd: coordinate %d is not a multiple of 16 bytes", RANK, at[0]);
   int rows = 1;
   for (int i = 1; i < RANK; i++) rows *= t.box[i];
   const int row_bytes = t.box[0] * t.element_bytes;

@@ -97,6 +97,13 @@ def test_a_plain_store_past_the_end_of_shared_memory_is_found_when_the_block_end
         misuse.launch(STORE, 1, 64, (np.zeros(64, np.int32),), smem=1024)
 
 
+def test_a_tensor_copy_must_begin_at_16_bytes_as_on_an_h200():
+    case = next(c for c in numpy_cases.copy_cases() if c.kernel == "tma_2d")
+    case.args[-1]["x"] = 4
+    with pytest.raises(harness.KernelError, match="tma_load_2d: coordinate 4 is not a multiple of 16 bytes"):
+        cases.run(case, Cpu(module("sm90_ops")))
+
+
 def test_a_failed_launch_leaves_nothing_behind(misuse):
     x = np.zeros(64, np.int32)
     for _ in range(2):

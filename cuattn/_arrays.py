@@ -28,6 +28,16 @@ def import_cupy() -> Any:  # noqa: ANN401  CuPy has no types
     return cupy
 
 
+@cache
+def _name(dtype: Any) -> str:  # noqa: ANN401  a dtype of NumPy or ml_dtypes
+    return str(dtype.name)
+
+
+def dtype_name(array: Array) -> str:
+    """Return the name of an array's dtype; NumPy composes it anew at every look."""
+    return _name(array.dtype)
+
+
 def is_gpu(array: Array) -> bool:
     """Whether an array returned by `as_array` lies on a GPU."""
     return not isinstance(array, np.ndarray)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import _arrays, _plan
-from ._arrays import Array, as_array, is_gpu, place
+from ._arrays import Array, as_array, dtype_name, is_gpu, place
 
 _GPU_DTYPES = ("float16", "bfloat16")
 _CPU_DTYPES = (*_GPU_DTYPES, "float32", "float64")
@@ -65,7 +65,7 @@ class DecodeCall:
         """Sizes for the plan; 16-bit dtypes only."""
         batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
         return _plan.DecodeProblem(
-            dtype=_plan.Dtype(self.q.dtype.name),
+            dtype=_plan.Dtype(self.dtype_name(q)),
             kv_format=_plan.KvFormat.RAW16,
             batch=batch,
             seqlen_q=seqlen_q,
@@ -94,14 +94,16 @@ def _shape(name: str, x: Array, shape: tuple[int, ...], of: str) -> None:
 
 
 def _dtype(name: str, x: Array, accepted: Sequence[str], why: str = "") -> None:
-    if x.dtype.name not in accepted:
-        msg = f"{name} must be {' or '.join(accepted)}{why}, got {x.dtype.name}"
+    if dtype_name(x) not in accepted:
+        msg = f"{name} must be {' or '.join(accepted)}{why}, got {dtype_name(x)}"
         raise TypeError(msg)
 
 
 def _one_place(arrays: dict[str, Array | None]) -> None:
     given = [(name, x) for name, x in arrays.items() if x is not None]
     first, reference = given[0]
+    if not any(is_gpu(x) for _, x in given):
+        return
     for name, x in given[1:]:
         if place(x) != place(reference):
             msg = f"{name} is on {place(x)}, {first} on {place(reference)}; all arrays must be on one device"
@@ -118,7 +120,7 @@ def _rows(name: str, x: Array) -> None:
             "the other axes may have any stride"
         )
         raise ValueError(msg)
-    if x.dtype.name == "float64":  # for the reference alone
+    if dtype_name(x) == "float64":  # for the reference alone
         return
     offsets = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     if is_gpu(x):
@@ -236,7 +238,7 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: b
         _dtype("kv_len", lengths, ("int32",))
         return lengths
     if lengths.dtype.kind not in "iu":
-        msg = f"kv_len must be of an integer dtype, got {lengths.dtype.name}"
+        msg = f"kv_len must be of an integer dtype, got {dtype_name(lengths)}"
         raise TypeError(msg)
     bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
     if contents and bad.size:
@@ -282,7 +284,7 @@ def _caches(k_cache: Array, v_cache: Array, q: Array, *, paged: bool) -> None:
     leading = "(num_pages, page_size" if paged else "(batch, capacity"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
-        _dtype(name, cache, (q.dtype.name,), " (the dtype of q)")
+        _dtype(name, cache, (dtype_name(q),), " (the dtype of q)")
         if cache.shape[-1] != head_dim:
             msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
             raise ValueError(msg)
@@ -347,9 +349,9 @@ def decode(
     if page_table is not None:
         _page_table(page_table, lengths, batch, num_pages, page_size, contents=contents)
     if sinks is not None:
-        _sinks(sinks, num_qo_heads, q.dtype.name)
+        _sinks(sinks, num_qo_heads, dtype_name(q))
     if out is not None:
-        _out(out, q.shape, (q.dtype.name,), "the shape of q")
+        _out(out, q.shape, (dtype_name(q),), "the shape of q")
     scale = head_dim**-0.5
     if softmax_scale is not None:
         scale = _number("softmax_scale", softmax_scale, "a finite number or None", positive=False)
@@ -397,7 +399,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array | None) -> tuple[Ar
     _shape("lse_partial", lse_partial, out_partial.shape[:-1], "the shape of out_partial without head_dim")
     _dtype("lse_partial", lse_partial, ("float32",) if gpu else ("float32", "float64"))
     if out is not None:
-        dtype = out_partial.dtype.name
+        dtype = dtype_name(out_partial)
         accepted = (dtype, *_GPU_DTYPES) if dtype == "float32" else (dtype,)
         _out(out, out_partial.shape[1:], accepted, "one part of out_partial")
     return out_partial, lse_partial, out

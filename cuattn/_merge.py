@@ -85,7 +85,9 @@ def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None
 
 def config_of(out_partial: Array, out: Array) -> _plan.MergeConfig:
     """Config of merge.cu for these arrays."""
-    return _plan.MergeConfig(_plan.Dtype(out_partial.dtype.name), _plan.Dtype(out.dtype.name), out.shape[-1])
+    return _plan.MergeConfig(
+        _plan.Dtype(_arrays.dtype_name(out_partial)), _plan.Dtype(_arrays.dtype_name(out)), out.shape[-1]
+    )
 
 
 def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> np.ndarray[Any, Any]:

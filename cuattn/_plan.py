@@ -241,9 +241,8 @@ class DecodeTile:
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
 # registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
-# 16 keys only. An H200 needs about 30 KB in flight per SM to reach its bandwidth; a warp has num_stages - 1 tiles in
-# flight. Measured on an H200 at batch 1, 131072 keys: two CTAs that share an SM with three or more stages each are
-# within 3 % of every other choice of the same ring.
+# 16 keys only. Measured on an H200 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json): 64 KB in flight, that is
+# (num_stages - 1) * num_warps tiles, and four warps are enough, less is not; so the smallest such ring, of 96 KB.
 _DECODE_LARGE = {
     (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
     (64, 2): DecodeTile(32, 6, 4),

@@ -65,7 +65,7 @@ class DecodeCall:
         """Sizes for the plan; 16-bit dtypes only."""
         batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
         return _plan.DecodeProblem(
-            dtype=_plan.Dtype(self.dtype_name(q)),
+            dtype=_plan.Dtype(dtype_name(self.q)),
             kv_format=_plan.KvFormat.RAW16,
             batch=batch,
             seqlen_q=seqlen_q,

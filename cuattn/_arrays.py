@@ -13,9 +13,9 @@ from . import _plan
 # A NumPy array, a CuPy array, or any object that speaks DLPack or __cuda_array_interface__.
 Array: TypeAlias = Any
 
-# Device types of the DLPack specification: CPU; CUDA, CUDA host, CUDA managed memory.
-_DLPACK_CPU = 1
-_DLPACK_CUDA = (2, 3, 13)
+# Device types of the DLPack specification: CPU and pinned host memory; CUDA and CUDA managed memory.
+_DLPACK_CPU = (1, 3)
+_DLPACK_CUDA = (2, 13)
 
 
 def import_cupy() -> Any:  # noqa: ANN401  CuPy has no types
@@ -66,22 +66,26 @@ def as_array(name: str, x: Array) -> Array:
     """
     if isinstance(x, np.ndarray):
         return x
-    if "cupy" in sys.modules and isinstance(x, sys.modules["cupy"].ndarray):
+    if isinstance(x, getattr(sys.modules.get("cupy"), "ndarray", ())):
         return x
     if hasattr(x, "__dlpack_device__"):
         kind = int(x.__dlpack_device__()[0])
-        if kind in _DLPACK_CUDA:
-            return import_cupy().from_dlpack(x)
-        if kind == _DLPACK_CPU:
+        if kind in (*_DLPACK_CUDA, *_DLPACK_CPU):
+            module = import_cupy() if kind in _DLPACK_CUDA else np
             try:
-                return np.from_dlpack(x)
-            except (BufferError, RuntimeError) as error:
-                msg = f"{name} cannot be viewed as a NumPy array: {error}"
+                return module.from_dlpack(x)
+            except (BufferError, RuntimeError, TypeError, ValueError) as error:
+                msg = f"{name} cannot be taken over by {module.__name__}.from_dlpack: {error}"
                 raise TypeError(msg) from error
         msg = f"{name} lies on a device of DLPack type {kind}; accepted: CPU and CUDA memory"
         raise TypeError(msg)
     if hasattr(x, "__cuda_array_interface__"):
-        return import_cupy().asarray(x)
+        cupy = import_cupy()
+        address = x.__cuda_array_interface__["data"][0]
+        # CuPy would copy an array of another device to the current one.
+        ordinal = cupy.cuda.runtime.pointerGetAttributes(address).device if address else cupy.cuda.Device().id
+        with cupy.cuda.Device(ordinal):
+            return cupy.asarray(x)
     msg = f"{name} must be a NumPy array, a CuPy array or a GPU array that speaks DLPack, got {type(x).__name__}"
     raise TypeError(msg)
 

@@ -17,6 +17,8 @@ _CPU_DTYPES = (*_GPU_DTYPES, "float32", "float64")
 # A row of K, V, q or out is moved in pieces of 16 bytes.
 _ROW_ALIGNMENT = 16
 _UNBOUNDED = -1
+# Sizes of softmax_scale and softcap: their products and quotients stay in the range of float32.
+_SMALLEST, _LARGEST = 1e-18, 1e18
 _PAIR = 2
 
 
@@ -153,6 +155,13 @@ def _head_dim(name: str, head_dim: int) -> None:
         raise ValueError(msg)
 
 
+def _words(name: str, x: Array) -> None:
+    """Elements that a kernel reads one by one lie at multiples of their size."""
+    if is_gpu(x) and any(o % x.itemsize for o in (x.data.ptr, *x.strides)):
+        msg = f"{name} must lie at multiples of {x.itemsize} bytes, got strides {x.strides} from {x.data.ptr:#x}"
+        raise ValueError(msg)
+
+
 def _integer(name: str, value: object, low: int, high: int) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # the point of the test
@@ -169,11 +178,22 @@ def _number(name: str, value: object, accepted: str, *, positive: bool) -> float
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         msg = f"{name} must be {accepted}, got {value!r}"
         raise TypeError(msg)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or (positive and number <= 0):
         msg = f"{name} must be {accepted}, got {value!r}"
         raise ValueError(msg)
     return number
+
+
+def _in_float32(scale: float, cap: float) -> None:
+    """Kernels hold both in float32, times log2(e), and their quotient."""
+    for name, value in (("softmax_scale", scale), ("softcap", cap)):
+        if abs(value) > _LARGEST or 0 < abs(value) < _SMALLEST:
+            msg = f"{name} must be 0 or have a size of {_SMALLEST:.0e} to {_LARGEST:.0e}, got {value!r}"
+            raise ValueError(msg)
 
 
 def flag(name: str, value: object) -> bool:
@@ -209,7 +229,7 @@ def window_of(window: object) -> tuple[int, int]:
         msg = f"window must be None or (left, right), got {window!r}"
         raise TypeError(msg)
     left, right = (
-        _UNBOUNDED if side is None else _integer(f"window {name}", side, _UNBOUNDED, 2**31 - 1)
+        _UNBOUNDED if side is None else _integer(f"window {name}", side, _UNBOUNDED, 2**63 - 1)
         for name, side in zip(("left", "right"), window, strict=True)
     )
     # Wider than any cache is unbounded; position + window stays an int32.
@@ -221,7 +241,8 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: b
         msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r} ({type(kv_len).__name__})"
         raise TypeError(msg)
     if isinstance(kv_len, (int, np.integer)):
-        lengths = np.full(batch, _integer("kv_len", kv_len, -(2**63), 2**63 - 1))
+        high = capacity if contents else 2**63 - 1
+        lengths = np.full(batch, _integer("kv_len", kv_len, 0 if contents else -(2**63), high), np.int64)
     elif isinstance(kv_len, Sequence):
         try:
             lengths = np.asarray(kv_len) if kv_len else np.zeros(0, np.int32)
@@ -236,6 +257,7 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: b
             msg = f"kv_len is on {place(lengths)}, q on cpu; all arrays must be on one device"
             raise ValueError(msg)
         _dtype("kv_len", lengths, ("int32",))
+        _words("kv_len", lengths)
         return lengths
     if lengths.dtype.kind not in "iu":
         msg = f"kv_len must be of an integer dtype, got {dtype_name(lengths)}"
@@ -255,6 +277,7 @@ def _page_table(
         msg = f"page_table must have shape ({batch}, max_pages), batch as in q, got {page_table.shape}"
         raise ValueError(msg)
     _dtype("page_table", page_table, ("int32",))
+    _words("page_table", page_table)
     if is_gpu(page_table) or not contents:
         return
     used = np.arange(page_table.shape[1]) * page_size < np.asarray(kv_len)[:, None]
@@ -356,6 +379,7 @@ def decode(
     if softmax_scale is not None:
         scale = _number("softmax_scale", softmax_scale, "a finite number or None", positive=False)
     cap = 0.0 if softcap is None else _number("softcap", softcap, "a positive finite number or None", positive=True)
+    _in_float32(scale, cap)
     if num_splits is not None:
         num_splits = _integer("num_splits", num_splits, 1, _plan.MAX_SPLITS)
 
@@ -398,6 +422,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array | None) -> tuple[Ar
     _rows("out_partial", out_partial)
     _shape("lse_partial", lse_partial, out_partial.shape[:-1], "the shape of out_partial without head_dim")
     _dtype("lse_partial", lse_partial, ("float32",) if gpu else ("float32", "float64"))
+    _words("lse_partial", lse_partial)
     if out is not None:
         dtype = dtype_name(out_partial)
         accepted = (dtype, *_GPU_DTYPES) if dtype == "float32" else (dtype,)

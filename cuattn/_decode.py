@@ -65,7 +65,7 @@ def decode(
         depends on it by rounding only. NumPy arrays are not split.
     return_lse : bool, default False
     out : array, shape and dtype of `q`, optional
-        Receives the result, and is returned; as a CuPy array over its memory if it is neither a CuPy nor a NumPy array.
+        Receives the result, and is returned; as a CuPy or NumPy array over its memory if it is of another library.
 
     Returns
     -------
@@ -93,6 +93,15 @@ def decode(
     or ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
     synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from
     CuPy's pool if there is more than one split. The same call gives the same bits every time.
+
+    A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), `kv_len` is
+    on the GPU, and the graph's memory stays its own: results (`out`, the lse) are kept alive, and the workspace comes
+    from a `cupy.cuda.MemoryPool` that is used for the capture only and kept as long as the graph.
+
+    Arrays of other libraries are ordered by DLPack before the kernel: it waits for their producers. What reads `out`
+    afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
+    stream. `out` must not share memory with the caches, and must be writable memory, which CuPy does not check for
+    others' arrays.
 
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
 
@@ -171,15 +180,15 @@ def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
             return out, lse
         kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
-        parts = lse_parts = None
+        parts = states = None
         if plan.num_splits > 1:
             parts = cupy.empty(plan.out_partial_shape, cupy.float32)
-            lse_parts = cupy.empty(plan.out_partial_shape[:-1], cupy.float32)
+            states = cupy.empty((*plan.out_partial_shape[:-1], 2), cupy.float32)
         kernel = _jit.kernel(plan.config, ordinal, plan.device.arch)
-        params = params_of(call, plan, out=out, lse=lse, parts=parts, lse_parts=lse_parts, kv_len=kv_len, sinks=sinks)
+        params = params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks)
         kernel.launch(plan.grid, plan.block, params)
         if plan.num_splits > 1:
-            _merge.launch(parts, lse_parts, out, lse)
+            _merge.launch(parts, states, out, lse)
     return out, lse
 
 
@@ -190,7 +199,7 @@ def params_of(
     out: Array,
     lse: Array | None,
     parts: Array | None,
-    lse_parts: Array | None,
+    states: Array | None,
     kv_len: Array,
     sinks: Array | None,
 ) -> np.ndarray[Any, Any]:
@@ -213,7 +222,7 @@ def params_of(
     }
     for name, array in (
         ("q", call.q), ("k", call.k_cache), ("v", call.v_cache), ("out", out), ("lse", lse), ("out_partial", parts),
-        ("lse_partial", lse_parts), ("kv_len", kv_len), ("page_table", call.page_table), ("sinks", sinks),
+        ("state_partial", states), ("kv_len", kv_len), ("page_table", call.page_table), ("sinks", sinks),
     ):  # fmt: skip
         values[name] = _arrays.pointer(array)
     for name, array, axes in (

@@ -19,8 +19,8 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def devices() -> tuple[list[_plan.Device], str]:
-    """Return the GPUs that kernels can run on, and why there are none."""
+def devices() -> tuple[list[tuple[int, _plan.Device]], str]:
+    """Return ordinal and description of the GPUs that kernels can run on, and why there are no others."""
     try:
         cupy = _arrays.import_cupy()
     except ImportError as error:
@@ -30,7 +30,7 @@ def devices() -> tuple[list[_plan.Device], str]:
     found, reasons = [], []
     for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
         try:
-            found.append(_arrays.device(ordinal))
+            found.append((ordinal, _arrays.device(ordinal)))
         except RuntimeError as error:
             reasons.append(str(error))
     return found, "; ".join(reasons)
@@ -64,7 +64,9 @@ def run() -> int:
         write(f"no GPU: {reason}\n  NumPy arrays run the reference on the CPU\n")
         write("kernels that an NVIDIA H200 (sm_90a) would use:\n")
         write("\n".join(_kernels(_plan.DEVICES["sm_90a"])) + "\n")
-    for ordinal, device in enumerate(found):
+    if found and reason:
+        write(f"other GPUs: {reason}\n")
+    for ordinal, device in found:
         write(
             f"cuda:{ordinal}  {device.name} ({device.arch}), {device.num_sms} SMs, "
             f"{device.smem_per_block // 1024} KiB of shared memory a block, {device.bandwidth / 1e12:.2f} TB/s\n"

@@ -1,14 +1,16 @@
 """From a config to a kernel that runs: prelude, compile, disk cache, load, launch.
 
-The cubin of a config is stored under a hash of everything that it depends on (all of ``cuda_src``, prelude, options,
-architecture, NVRTC version), so an edited header or another compiler can never give a stale kernel.
+The cubin of a config is stored under a hash of what it depends on (all of ``cuda_src``, prelude, options, architecture,
+NVRTC's major and minor version), so an edited header or another release of the compiler never gives a stale kernel.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -27,12 +29,23 @@ if TYPE_CHECKING:
 
     from ._plan import Config
 
-_HERE = Path(__file__).resolve().parent
-# In a wheel the sources lie inside the package, in a checkout beside it.
-CUDA_SRC = next(p for p in (_HERE / "cuda_src", _HERE.parent / "cuda_src") if (p / "decode.cu").is_file())
+
+def _find_sources() -> Path:
+    """Folder of the CUDA sources: in a wheel inside the package, in a checkout beside it."""
+    here = Path(__file__).resolve().parent
+    folders = (here / "cuda_src", here.parent / "cuda_src")
+    for folder in folders:
+        if (folder / "decode.cu").is_file():
+            return folder
+    raise FileNotFoundError(f"the CUDA sources of cuattn are in neither of {', '.join(map(str, folders))}")
+
+
+CUDA_SRC = _find_sources()
 
 # Larger requests need the function's attribute to be raised first.
 _DEFAULT_DYNAMIC_SMEM = 48 * 1024
+# A temporary file is private; a cache folder may be shared.
+_MODE = 0o644
 
 
 def _literal(value: object) -> tuple[str, str]:
@@ -70,13 +83,21 @@ def cache_dir() -> Path:
     """Folder of the compiled kernels: ``CUATTN_CACHE_DIR``, else ``cuattn`` in the user's cache folder."""
     if folder := os.environ.get("CUATTN_CACHE_DIR"):
         return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "cuattn"
+    user = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not user.is_absolute():  # unset, or to be ignored by the XDG specification
+        try:
+            user = Path.home() / ".cache"
+        except RuntimeError:  # a user without a home, as in many containers
+            return _private_dir()
+    return user / "cuattn"
 
 
 @cache
 def _private_dir() -> Path:
     """Folder of this process, for machines whose cache folder cannot be written."""
-    return Path(tempfile.mkdtemp(prefix="cuattn-"))
+    folder = tempfile.mkdtemp(prefix="cuattn-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +125,7 @@ def _write(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            os.fchmod(file.fileno(), _MODE)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -132,7 +154,8 @@ def cubin_path(config: Config, arch: str, sources: str | None = None) -> Path:
 def build(config: Config, arch: str) -> Cubin:
     """Return the cubin of a config, compiled unless the cache has it.
 
-    Safe between threads and processes: whoever comes second replaces a file by an equal one.
+    Safe between threads and processes: whoever comes second replaces a file by an equal one. With ``CUATTN_DUMP`` it is
+    compiled in any case, and source, log and cubin are written to that folder too.
 
     Parameters
     ----------
@@ -150,7 +173,8 @@ def build(config: Config, arch: str) -> Cubin:
         If NVRTC refuses the source.
     """
     path = cubin_path(config, arch)
-    if (report := _read(path)) is not None:
+    dump = os.environ.get("CUATTN_DUMP")
+    if not dump and (report := _read(path)) is not None:
         return Cubin(path, report, compiled=False)
     text = source(config)
     result = _nvrtc.compile_cubin(
@@ -163,7 +187,7 @@ def build(config: Config, arch: str) -> Cubin:
         "sha256": hashlib.sha256(result.cubin).hexdigest(),
         "report": result.report.as_dict(),
     }
-    if dump := os.environ.get("CUATTN_DUMP"):
+    if dump:
         _store(Path(dump) / arch / path.name, result, record, extra={".cu": text, ".log": result.log})
     try:
         _store(path, result, record)

@@ -33,6 +33,13 @@ class KvFormat(Enum):
     RAW16 = "raw16"
 
 
+class Parts(Enum):
+    """What comes with a partial result, see ``cuda_src/common/types.cuh``."""
+
+    LSE = "lse"
+    STATE = "state"
+
+
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MAX_GROUP = 64
 MAX_SEQLEN_Q = 16
@@ -195,11 +202,12 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """Compile-time choices of ``merge.cu``: dtypes of the parts and of the result, head_dim, warps, CTAs on an SM."""
+    """Compile-time choices of ``merge.cu``: dtypes and kind of the parts, head_dim, warps, CTAs on an SM."""
 
     in_dtype: Dtype
     out_dtype: Dtype
     head_dim: int
+    parts: Parts = Parts.LSE
     num_warps: int = 4
     ctas_per_sm: int = 8
 
@@ -207,7 +215,8 @@ class MergeConfig:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.in_dtype.value} parts, {self.out_dtype.value} result, head_dim {self.head_dim}"
+        parts = f"{self.in_dtype.value} parts with {self.parts.value}"
+        return f"{parts}, {self.out_dtype.value} result, head_dim {self.head_dim}"
 
     @property
     def smem_bytes(self) -> int:
@@ -219,6 +228,7 @@ class MergeConfig:
         return {
             "IN_DTYPE": self.in_dtype,
             "OUT_DTYPE": self.out_dtype,
+            "PARTS": self.parts,
             "HEAD_DIM": self.head_dim,
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
@@ -242,7 +252,7 @@ class DecodeTile:
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
 # registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
 # 16 keys only. Measured on an H200 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json): 64 KB in flight, that is
-# (num_stages - 1) * num_warps tiles, and four warps are enough, less is not; so the smallest such ring, of 96 KB.
+# (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not; so rings of about 96 KB.
 _DECODE_LARGE = {
     (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
     (64, 2): DecodeTile(32, 6, 4),
@@ -259,7 +269,7 @@ _DECODE_LARGE = {
     (256, 2): DecodeTile(16, 3, 4),
     (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
 }
-# GPUs with 99 KB a block (sm_86, sm_89, sm_120): the ring, or the warps' accumulators that take its place, in 64 KB.
+# GPUs with 99 KB a block (sm_86, sm_89, sm_120): a ring of up to 64 KB, or the accumulators in its place.
 _DECODE_SMALL = {
     (64, 1): DecodeTile(32, 4, 4),
     (64, 2): DecodeTile(32, 4, 4),
@@ -307,7 +317,8 @@ def shipped_configs(device: Device) -> list[Config]:
         for head_dim, row_tiles in decode_tiles(device):
             configs.append(_config(dtype, KvFormat.RAW16, head_dim, row_tiles, device))
         for head_dim in HEAD_DIMS:
-            configs += [MergeConfig(Dtype.FP32, dtype, head_dim), MergeConfig(dtype, dtype, head_dim)]
+            configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
+            configs.append(MergeConfig(dtype, dtype, head_dim))
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
     return configs
 
@@ -374,17 +385,17 @@ class DecodePlan:
 
     @cached_property
     def out_partial_shape(self) -> tuple[int, ...]:
-        """Shape of the float32 partial outputs."""
+        """Shape of the float32 partial outputs; their softmax states (m, l) have 2 for head_dim."""
         p = self.problem
         return (self.num_splits, p.batch, p.seqlen_q, p.num_qo_heads, p.head_dim)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of partial outputs and their lse; 0 for one split."""
+        """Bytes of partial outputs and their states; 0 for one split."""
         if self.num_splits == 1:
             return 0
         p = self.problem
-        return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 1) * 4
+        return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 2) * 4
 
     @property
     def kv_bytes(self) -> int:
@@ -465,8 +476,18 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     Returns
     -------
     DecodePlan
+
+    Raises
+    ------
+    ValueError
+        If the device has too little shared memory.
     """
     config = decode_config(problem.dtype, problem.kv_format, problem.head_dim, problem.rows, device)
+    if config.smem_bytes > device.smem_per_block:
+        raise ValueError(
+            f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "
+            f"{device.name} gives {device.smem_per_block}"
+        )
     if num_splits is not None:
         return DecodePlan(problem, device, config, num_splits, "asked for")
     return DecodePlan(problem, device, config, *choose_splits(problem, config, device))

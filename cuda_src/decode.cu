@@ -2,9 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   (num_splits * row blocks, num_kv_heads, batch)      block  NUM_WARPS * 32
-//   CTA    up to ROWS query rows of one KV head against one split of their keys; row = token * group + head of the
-//   group warp   every NUM_WARPS-th step of TILE_KV keys of the split, an online softmax of its own; the warps merge at
-//   the end
+//   CTA    up to ROWS query rows of one KV head, one split of their keys; row = token * group + head of the group
+//   warp   every NUM_WARPS-th step of TILE_KV keys, an online softmax of its own; the warps merge at the end
 //
 // Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
@@ -59,7 +58,8 @@ struct Work {
     return (sequence * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
   }
   __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
-    return visible_keys(token(p, row), p.seqlen_q, kv_len, p.window_left, p.window_right);
+    // The rows that pad a tile see what the last one sees.
+    return visible_keys(token(p, min(row, num_rows - 1)), p.seqlen_q, kv_len, p.window_left, p.window_right);
   }
 };
 
@@ -224,8 +224,8 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
                                            const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, int lane) {
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
-    u32 b[cfg::ROW_TILES]
-         [2];  // P^T: the accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g)
+    // P^T: an accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g).
+    u32 b[cfg::ROW_TILES][2];
 #pragma unroll
     for (int n = 0; n < cfg::ROW_TILES; ++n) {
       b[n][0] = ptx::movmatrix_trans(ptx::pack2<Elem>(p[i][n][0], p[i][n][1]));
@@ -295,12 +295,16 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     if (p.sinks != nullptr && w.split == 0) {
       softmax::add_sink(__ldg(p.sinks + w.head(p, row)), total_m, l);
     }
-    const float inverse = softmax::inverse_sum(l);
+    // Parts go to merge.cu as they are: a rounded lse would cost their weights the precision that it lost.
+    const float scale = direct ? softmax::inverse_sum(l) : 1.f;
     for (int i = 0; i < cfg::NUM_WARPS; ++i) {
-      sm.weight[i][row] = softmax::weight(sm.m[i][row], total_m) * inverse;
+      sm.weight[i][row] = softmax::weight(sm.m[i][row], total_m) * scale;
     }
-    float* lse = direct ? p.lse : p.lse_partial;
-    if (lse != nullptr) lse[w.flat(p, row)] = softmax::lse(total_m, l);
+    if (!direct) {
+      reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(total_m, l);
+    } else if (p.lse != nullptr) {
+      p.lse[w.flat(p, row)] = softmax::lse(total_m, l);
+    }
   }
   __syncthreads();  // weights are in shared memory
   for (int index = threadIdx.x; index < w.num_rows * cfg::HEAD_DIM / 2; index += cfg::NUM_WARPS * WARP) {
@@ -325,9 +329,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const Work w = find_work(p);
   if (w.begin == w.end && w.split > 0) {
-    // An empty part is its lse alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
+    // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
     for (int row = threadIdx.x; row < w.num_rows; row += cfg::NUM_WARPS * WARP) {
-      p.lse_partial[w.flat(p, row)] = neg_inf();
+      reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(neg_inf(), EMPTY_PART);
     }
     return;
   }

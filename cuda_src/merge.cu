@@ -4,7 +4,7 @@
 //   grid   dim0 * dim1 * heads rows      block  NUM_WARPS * 32
 //   CTA    one row; warp w takes parts w, w + NUM_WARPS, ...; a lane holds 4 elements of every 128
 //
-// A part with lse = -inf saw no key: its out is not read and may hold anything.
+// An empty part's out is not read and may hold anything.
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 
@@ -45,12 +45,15 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
                           head * p.out_partial_stride_head;
   const u8* lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
                           i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
-  const auto part_lse = [&](int part) {
-    return *reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part);
+  // (m, l) of a part; l < 0: empty. An lse is the m of one key, in natural units.
+  const auto state = [&](int part) {
+    const float* source = reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part);
+    if constexpr (cfg::PARTS == Parts::STATE) return *reinterpret_cast<const float2*>(source);
+    return make_float2(*source, *source == neg_inf() ? EMPTY_PART : 1.f);
   };
 
   float m = neg_inf();
-  for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, part_lse(part));
+  for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, state(part).x);
 #pragma unroll
   for (int bit = 1; bit < WARP; bit *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_MASK, m, bit));
   if (lane == 0) sm.max[warp] = m;
@@ -63,10 +66,10 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   for (int i = 0; i < VECTORS; ++i) o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   float sum = 0.f;
   for (int part = warp; part < p.num_parts; part += cfg::NUM_WARPS) {
-    const float lse = part_lse(part);
-    if (lse == neg_inf()) continue;
-    const float w = softmax::natural_weight(lse - m);
-    sum += w;
+    const float2 s = state(part);
+    if (s.y < 0.f) continue;
+    const float w = cfg::PARTS == Parts::STATE ? softmax::weight(s.x, m) : softmax::natural_weight(s.x - m);
+    sum += w * s.y;
     const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -102,7 +105,9 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     // Divided, not multiplied by an inverse: a rounding less, which float32 results show.
     store4(reinterpret_cast<Out*>(out) + dim, make_float4(x.x / total, x.y / total, x.z / total, x.w / total));
   }
-  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = softmax::lse(0.f, sum) + m;
+  if (p.lse != nullptr && threadIdx.x == 0) {
+    p.lse[row] = cfg::PARTS == Parts::STATE ? softmax::lse(m, sum) : softmax::lse(0.f, sum) + m;
+  }
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ def _rows_of_sequence(
     if page_table is not None:
         if length is None:
             raise ValueError("kv_len must be given with page_table")
-        pages = page_table[sequence, : -(-length // x.shape[1])]
+        pages = page_table[sequence, : -(-length // max(1, x.shape[1]))]
         rows = x[pages].reshape(-1, *x.shape[2:])
     elif cu_seqlens is not None:
         rows = x[cu_seqlens[sequence] : cu_seqlens[sequence + 1]]

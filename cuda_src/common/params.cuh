@@ -13,8 +13,8 @@ struct DecodeParams {
   const u8* v;            // as k
   u8* out;                // as q; written when num_splits == 1
   float* lse;             // [batch, seqlen_q, num_qo_heads], natural log; null: not wanted
-  float* out_partial;     // [num_splits, batch, seqlen_q, num_qo_heads, head_dim], each part normalized
-  float* lse_partial;     // [num_splits, batch, seqlen_q, num_qo_heads], natural log, -inf: out_partial not written
+  float* out_partial;     // [num_splits, batch, seqlen_q, num_qo_heads, head_dim], not normalized
+  float* state_partial;   // [num_splits, batch, seqlen_q, num_qo_heads, 2], (m, l); l = -1: empty, the part not written
   const int* kv_len;      // [batch], tokens
   const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
   const float* sinks;     // [num_qo_heads], score of a key whose value is zero; null: none
@@ -49,7 +49,8 @@ struct DecodeParams {
 
 struct MergeParams {
   const u8* out_partial;     // [num_parts, dim0, dim1, heads, head_dim], In
-  const float* lse_partial;  // [num_parts, dim0, dim1, heads], natural log; -inf: the part is empty and is not read
+  const float* lse_partial;  // [num_parts, dim0, dim1, heads], natural log; -inf: the part is empty and is not read.
+                             // Parts::STATE: [num_parts, dim0, dim1, heads, 2], (m, l); l = -1: empty
   u8* out;                   // [dim0, dim1, heads, head_dim], Out
   float* lse;                // [dim0, dim1, heads], contiguous; null: not wanted
   i64 out_partial_stride_part;

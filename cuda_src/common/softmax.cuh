@@ -7,6 +7,9 @@
 #define CUATTN_COMMON_SOFTMAX_CUH
 #include "common/ptx.cuh"
 
+// The l of a part without keys, whose o is not written.
+constexpr float EMPTY_PART = -1.f;
+
 namespace softmax {
 
 // exp2(x - m); 0 for x = -inf, also while m is -inf, where the plain difference would be NaN.

@@ -85,12 +85,28 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(tmp_path
     assert blocker not in built.path.parents
 
 
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_without_a_home_the_cache_is_private_and_a_relative_xdg_folder_is_ignored(monkeypatch, home):
+    monkeypatch.delenv("CUATTN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    monkeypatch.setattr(Path, "home", lambda: Path("/somewhere"))
+    assert _jit.cache_dir() == Path("/somewhere/.cache/cuattn")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert _jit.build(CONFIG, ARCH).path.is_relative_to(_jit._private_dir())
+
+
+def test_a_cached_cubin_can_be_read_by_other_users():
+    built = _jit.build(CONFIG, ARCH)
+    assert [path.stat().st_mode & 0o777 for path in (built.path, built.path.with_suffix(".json"))] == [0o644] * 2
+
+
 def test_threads_and_processes_that_build_at_once_agree(cache_dir):
-    code = f"from cuattn import _jit, _plan; print(_jit.build({CONFIG!r}".replace(
-        "<Dtype.FP32: 'float32'>", "_plan.Dtype.FP32"
-    )
-    code = code.replace("<Dtype.FP16: 'float16'>", "_plan.Dtype.FP16").replace("MergeConfig", "_plan.MergeConfig")
-    code += f", {ARCH!r}).path)"
+    config = "_plan.MergeConfig(_plan.Dtype.FP32, _plan.Dtype.FP16, 64)"
+    code = f"from cuattn import _jit, _plan; print(_jit.build({config}, {ARCH!r}).path)"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
@@ -117,7 +133,8 @@ def test_an_empty_log_leaves_the_bytes_of_python_alone(monkeypatch):
     assert [bytes([i])[0] for i in range(256)] == list(range(256))
 
 
-def test_dump_keeps_source_log_and_cubin(tmp_path, monkeypatch):
+def test_dump_keeps_source_log_and_cubin_also_of_what_is_cached(tmp_path, monkeypatch):
+    _jit.build(CONFIG, ARCH)
     monkeypatch.setenv("CUATTN_DUMP", str(tmp_path / "dump"))
     built = _jit.build(CONFIG, ARCH)
     suffixes = {p.suffix for p in (tmp_path / "dump" / ARCH).iterdir()}

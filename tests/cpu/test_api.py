@@ -53,7 +53,7 @@ def test_decode_on_numpy_is_the_reference_rounded_to_the_dtype_of_q(problem: Pro
     assert same_bits(lse, want_lse.astype(np.float32))
 
 
-@given(problem=problems(), softmax_scale=st.floats(-2, 2))
+@given(problem=problems(), softmax_scale=st.floats(-2, 2).filter(lambda x: x == 0 or abs(x) > 1e-18))
 def test_decode_on_numpy_passes_the_scale_on(problem: Problem, softmax_scale: float) -> None:
     arrays, options = problem.arrays(), {**problem.options(), "softmax_scale": softmax_scale}
     out = cuattn.decode(*arrays, **options)
@@ -154,11 +154,16 @@ def test_an_empty_batch_gives_an_empty_result(tokens: tuple[int, ...]) -> None:
             assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:-1], np.float32)
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 2, 64), (0, 4, 2, 64), (3, 4, 2, 64)], ids=["dense", "no page", "no entry"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 0, 2, 64), (0, 4, 2, 64), (3, 4, 2, 64), (3, 0, 2, 64)],
+    ids=["dense", "no page", "no entry", "no token"],
+)
 def test_a_cache_without_capacity_gives_empty_rows(shape: tuple[int, ...]) -> None:
     q = np.ones((2, 4, 64), np.float16)
     cache = np.zeros(shape, np.float16)
-    options = {} if shape[0] == len(q) else {"page_table": np.zeros((2, 0), np.int32)}
+    entries = 4 if shape == (3, 0, 2, 64) else 0
+    options = {} if shape[0] == len(q) else {"page_table": np.zeros((2, entries), np.int32)}
     out, lse = cuattn.decode(q, cache, cache, 0, **options, return_lse=True)
     assert same_bits(out, np.zeros_like(q))
     assert np.isneginf(lse).all()
@@ -342,9 +347,9 @@ def test_a_plan_takes_the_number_of_splits_that_is_asked_for(num_splits: int) ->
     arrays = problem.arrays()
     plan = cuattn.plan_decode(*arrays, num_splits=num_splits)
     assert plan.num_splits == num_splits
-    # A float32 output and its lse for every part.
+    # A float32 output and its softmax state, two numbers, for every part.
     rows = 2 * problem.num_qo_heads
-    assert plan.workspace_bytes == (0 if num_splits == 1 else 4 * num_splits * rows * (problem.head_dim + 1))
+    assert plan.workspace_bytes == (0 if num_splits == 1 else 4 * num_splits * rows * (problem.head_dim + 2))
 
 
 def test_a_plan_does_not_depend_on_what_the_arrays_hold() -> None:

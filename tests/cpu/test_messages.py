@@ -191,6 +191,16 @@ OPTIONS = [
         for x in (0, 0.0, -1, math.nan, math.inf)
     ),
     *(Bad(f"softcap is {x!r}", {"softcap": x}, TypeError, ("softcap", repr(x), "number")) for x in ("5", [5.0], 1j)),
+    # Kernels hold them, times log2(e), and their quotient in float32.
+    *(
+        Bad(f"softcap is {x!r}", {"softcap": x}, ValueError, ("softcap", repr(x), "1e-18 to 1e+18"))
+        for x in (1e-46, 1e39)
+    ),
+    *(
+        Bad(f"softmax_scale is {x!r}", {"softmax_scale": x}, ValueError, ("softmax_scale", repr(x), "1e-18 to 1e+18"))
+        for x in (1e-46, -1e39)
+    ),
+    Bad("softmax_scale is 10**400", {"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     *(
         Bad(f"softmax_scale is {x!r}", {"softmax_scale": x}, ValueError, ("softmax_scale", repr(x), "finite"))
         for x in (math.nan, math.inf, -math.inf)

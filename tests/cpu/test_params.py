@@ -33,6 +33,7 @@ def test_the_prelude_is_stable():
             "namespace cfg {",
             "constexpr Dtype IN_DTYPE = Dtype::FP32;",
             "constexpr Dtype OUT_DTYPE = Dtype::BF16;",
+            "constexpr Parts PARTS = Parts::LSE;",
             "constexpr int HEAD_DIM = 128;",
             "constexpr int NUM_WARPS = 4;",
             "constexpr int CTAS_PER_SM = 8;",
@@ -45,7 +46,7 @@ def test_the_prelude_is_stable():
     )
 
 
-@pytest.mark.parametrize("enum", [_plan.Dtype, _plan.KvFormat])
+@pytest.mark.parametrize("enum", [_plan.Dtype, _plan.KvFormat, _plan.Parts])
 def test_enums_of_the_prelude_exist_in_the_sources(enum):
     types = (_jit.CUDA_SRC / "common/types.cuh").read_text()
     names = re.search(rf"enum class {enum.__name__} {{(.*?)}};", types)[1]

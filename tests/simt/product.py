@@ -37,19 +37,17 @@ def decode_arrays(
     -------
     out : array, shape (batch, seqlen_q, num_qo_heads, head_dim)
     lse : array, shape (batch, seqlen_q, num_qo_heads)
-        Without `merge`, both with a leading axis of splits, out in float32.
+        Without `merge`: the parts in float32 with a leading axis of splits, and their states (m, l) for lse.
     """
     call = _check.decode(*arrays, num_splits=num_splits, **options)
     plan = _plan.decode_plan(call.problem, device, num_splits)
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
     parts = np.full(plan.out_partial_shape, np.nan, np.float32)
-    lse_parts = np.full(plan.out_partial_shape[:-1], np.nan, np.float32)
+    states = np.full((*plan.out_partial_shape[:-1], 2), np.nan, np.float32)
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
     lengths = call.kv_len if device_kv_len is None else device_kv_len
-    params = _decode.params_of(
-        call, plan, out=out, lse=lse, parts=parts, lse_parts=lse_parts, kv_len=lengths, sinks=sinks
-    )
+    params = _decode.params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks)
     readable = [call.q, call.k_cache, call.v_cache]
     build(plan.config, patches).launch(
         "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
@@ -57,15 +55,16 @@ def decode_arrays(
     if num_splits == 1:
         return out, lse
     if not merge:
-        return parts, lse_parts
-    merge_arrays(parts, lse_parts, out, lse, seed=seed)
+        return parts, states
+    merge_arrays(parts, states, out, lse, seed=seed)
     return out, lse
 
 
 def merge_arrays(parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse: np.ndarray, *, seed: int = 0) -> None:
     """Run merge.cu on NumPy arrays."""
-    _check.merge(parts, lse_parts, out)
-    config = _merge.config_of(parts, out)
+    config = _merge.config_of(parts, lse_parts, out)
+    if config.parts is _plan.Parts.LSE:
+        _check.merge(parts, lse_parts, out)
     rows = out.size // out.shape[-1]
     build(config).launch(
         "merge_kernel", (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1),

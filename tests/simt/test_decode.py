@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simt import harness, product
-from strategies import Problem, lengths, problems
+from strategies import DTYPES, Problem, lengths, problems
 from tolerance import assert_decode, assert_law
 
 from cuattn import _plan, reference
@@ -63,13 +63,51 @@ def test_a_group_of_64_and_16_query_tokens_fill_several_row_blocks():
     assert_decode(problem, *product.decode(problem, num_splits=2, seed=1))
 
 
-def test_an_empty_split_is_marked_by_its_lse_alone():
+def test_an_empty_split_is_marked_by_its_state_alone():
     problem = Problem(kv_len=(0, 5), group=3)
-    out_partial, lse_partial = product.decode_arrays(*problem.arrays(), num_splits=4, merge=False)
-    assert np.isneginf(lse_partial[1:]).all()
+    out_partial, state = product.decode_arrays(*problem.arrays(), num_splits=4, merge=False)
+    assert np.array_equal(state[1:], np.broadcast_to(np.float32([-np.inf, -1]), state[1:].shape))
     assert np.isnan(out_partial[1:]).all()  # not written, and merge reads none of it
-    assert np.isneginf(lse_partial[0, 0]).all()
+    assert np.array_equal(state[0, 0, 0], [[-np.inf, 0]] * 3)
     assert not out_partial[0, 0].any()
+
+
+@given(
+    kv_len=st.integers(0, 1500),
+    num_splits=st.integers(1, 12),
+    window=st.none() | st.tuples(st.integers(0, 700), st.just(None)),
+    head_dim=st.sampled_from((64, 128)),
+)
+@settings(max_examples=25)
+def test_splits_cover_the_visible_keys_exactly_once(kv_len, num_splits, window, head_dim):
+    """With a scale of 0 each key weighs 1, and with v = (position, 1, ...) the sums are those of a range."""
+    visible = np.arange(0 if window is None else max(0, kv_len - 1 - window[0]), kv_len)
+    q = np.ones((1, 1, head_dim), np.float16)
+    k_cache = np.zeros((1, max(1, kv_len), 1, head_dim), np.float16)
+    v_cache = np.ones_like(k_cache)
+    v_cache[0, :, 0, 0] = np.arange(max(1, kv_len)) % 64
+    parts, state = product.decode_arrays(
+        q, k_cache, v_cache, kv_len, window=window, softmax_scale=0.0, num_splits=max(2, num_splits), merge=False
+    )
+    keys = np.maximum(state[:, 0, 0, 0, 1], 0).astype(int)
+    assert keys.sum() == len(visible)
+    chunks = np.split(visible, np.cumsum(keys)[:-1])
+    for chunk, part in zip(chunks, parts[:, 0, 0, 0], strict=True):
+        if len(chunk):
+            assert part[0] == (chunk % 64).sum()  # exact: sums of small integers
+            assert part[1] == len(chunk)
+
+
+def test_splits_do_not_lose_the_precision_that_an_lse_would():
+    """Scores of 1e5 that are exact, so that any number of splits must give the same weights."""
+    q = np.full((1, 1, 64), 100, np.float16)
+    k_cache = np.full((1, 600, 1, 64), 130, np.float16)
+    v_cache = np.zeros_like(k_cache)
+    v_cache[:, :320] = 1
+    for num_splits in (1, 2, 3, 5):
+        out, lse = product.decode_arrays(q, k_cache, v_cache, 600, num_splits=num_splits)
+        assert (out == np.float16(320 / 600)).all(), num_splits
+        assert lse[0, 0, 0] == pytest.approx(104000 + np.log(600), rel=2.0**-22)
 
 
 @pytest.mark.parametrize(("given_len", "used_len"), [(99, 45), (2**31 - 1, 45), (-3, 0), (-(2**31), 0)])
@@ -129,34 +167,41 @@ def test_views_with_any_outer_strides_are_read_in_place():
         assert a[:, 0].tobytes() == b.tobytes()
 
 
-DTYPES = st.sampled_from(("float32", "float16", "bfloat16"))
-
-
 @given(
     num_parts=st.sampled_from((1, 2, 3, 4, 5, 9)),
-    heads=st.integers(1, 3),
-    head_dim=st.sampled_from((64, 128)),
+    shape=st.sampled_from(((3,), (2, 3), (2, 2, 3))),
+    head_dim=st.sampled_from((64, 192)),
+    dtypes=st.sampled_from(
+        (("float32", "float32"), ("float32", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16"))
+    ),
     spread=st.sampled_from((1.0, 100.0)),
     empty=st.lists(st.booleans(), min_size=9, max_size=9),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_merge_obeys_the_error_law_and_never_reads_an_empty_part(num_parts, heads, head_dim, spread, empty, seed):
+def test_merge_obeys_the_error_law_and_never_reads_an_empty_part(
+    num_parts, shape, head_dim, dtypes, spread, empty, seed
+):
     rng = np.random.default_rng(seed)
-    parts = rng.standard_normal((num_parts, 2, heads, head_dim)).astype(np.float32)
-    lse_parts = (spread * rng.standard_normal(parts.shape[:-1])).astype(np.float32)
+    in_dtype, out_dtype = (DTYPES[name] for name in dtypes)
+    # Views: heads before the parts in memory, gaps between rows, lse backwards.
+    store = np.full((shape[-1], num_parts, *shape[:-1], head_dim + 16), np.nan, in_dtype)
+    parts = np.moveaxis(store, 0, -2)[..., 8:-8]
+    parts[...] = rng.standard_normal(parts.shape)
+    lse_parts = (spread * rng.standard_normal(parts.shape[:-1])).astype(np.float32)[..., ::-1]
     for part in range(num_parts):
         if empty[part]:
             lse_parts[part], parts[part] = -np.inf, np.nan
-    out = np.full(parts.shape[1:], np.nan, np.float32)
+    out = np.full(parts.shape[1:], np.nan, out_dtype)
     lse = np.full(lse_parts.shape[1:], np.nan, np.float32)
     product.merge_arrays(parts, lse_parts, out, lse, seed=seed % 4)
-    same = reference.merge(parts, lse_parts, dtype=np.float32)
+    same_out, same_lse = reference.merge(parts, lse_parts, dtype=np.float32)
     ref = reference.merge(parts, lse_parts)
     # The weights come from float32 differences of lse: one rounding of the largest of them scales the parts.
     largest = np.abs(lse_parts[np.isfinite(lse_parts)]).max(initial=1.0)
-    size = np.abs(np.nan_to_num(parts)).max(initial=0.0)
-    assert_law(out, same[0], ref[0], dtype=np.float32, magnitude=size * largest, context=seed)
-    assert_law(lse, same[1], ref[1], dtype=np.float32, magnitude=largest, context=seed)
+    size = np.abs(np.nan_to_num(parts.astype(np.float64))).max(initial=0.0)
+    magnitude = size * largest if out_dtype == np.float32 else size
+    assert_law(out, same_out.astype(out_dtype), ref[0], dtype=out_dtype, magnitude=magnitude, context=seed)
+    assert_law(lse, same_lse, ref[1], dtype=np.float32, magnitude=largest, context=seed)
 
 
 FAULTS = {

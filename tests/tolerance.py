@@ -20,6 +20,10 @@ slope of at most 1 and shrinks that error.
 The same error of the scores, e in base-2 units, changes weights by the factor 2^e and out by up to 2 e ln 2 max|v|.
 `same` has its share of it, but where scores are huge and two of them nearly tie it may be lucky there: so out has this
 term too, which is far below an ulp of a 16-bit out for scores of ordinary size.
+
+A merge adds weighted parts and weights in float32, each sum a random walk of one rounding a part. The error of the sum
+of weights is common to a row, so that a row of `same` may be lucky in all its elements, which a float32 result shows:
+hence a term of two such walks.
 """
 
 from dataclasses import dataclass
@@ -225,3 +229,33 @@ def assert_decode(problem: Problem, got_out: np.ndarray, got_lse: np.ndarray | N
             largest_value=want.largest_values[b],
             context=f"sequence {b} of {problem}",
         )
+
+
+def assert_merge(
+    parts: tuple[np.ndarray, np.ndarray], got_out: np.ndarray, got_lse: np.ndarray, context: object = ""
+) -> None:
+    """Assert that a merge obeys the error law, each row by itself.
+
+    Parameters
+    ----------
+    parts : tuple of ndarray
+        out_partial ``[num_parts, ..., heads, head_dim]`` and lse_partial ``[num_parts, ..., heads]``.
+    got_out, got_lse : ndarray
+        The result under test; the dtype of out counts.
+    context : object
+        Printed on failure.
+    """
+    same_out, same_lse = reference.merge(*parts, dtype=np.float32)
+    ref_out, ref_lse = reference.merge(*parts)
+    same_out = same_out.astype(got_out.dtype)
+    for row in np.ndindex(got_lse.shape):
+        values = parts[0][(slice(None), *row)].astype(np.float64)
+        largest = np.abs(values).max(initial=0.0, where=np.isfinite(values))
+        walk = np.sqrt(len(values)) * 2.0**-24 * largest
+        where = f"row {row} of {context}"
+        assert_law(
+            got_out[row], same_out[row], ref_out[row],
+            dtype=got_out.dtype, conditioning=2 * walk, context=f"out, {where}",
+        )  # fmt: skip
+        size = abs(ref_lse[row]) * LOG2_E if np.isfinite(ref_lse[row]) else 0.0
+        assert_law(got_lse[row], same_lse[row], ref_lse[row], dtype=np.float32, magnitude=size, context=f"lse, {where}")

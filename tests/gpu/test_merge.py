@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu.helpers import NAN16, assert_same_bits, busy_gpu, call, nans, occupy, poison, to_device, viewed
 from strategies import DTYPES, Problem
-from tolerance import assert_rows, expected, score_magnitude
+from tolerance import assert_merge, assert_rows, expected, score_magnitude
 
 import cuattn
 from cuattn import reference
@@ -49,12 +49,8 @@ def merge(out_partial: Any, lse_partial: Any, out_dtype: str) -> tuple[np.ndarra
 
 
 def assert_merged(parts: tuple[np.ndarray, np.ndarray], got: tuple[np.ndarray, np.ndarray]) -> None:
-    """Assert the error law; a kernel weighs and sums in float32."""
-    same_out, same_lse = reference.merge(*parts, dtype=np.float32)
-    same, ref = (same_out.astype(got[0].dtype), same_lse), reference.merge(*parts)
-    for index in np.ndindex(got[1].shape[:-1]):
-        rows = [tuple(x[index] for x in pair) for pair in (got, same, ref)]
-        assert_rows(*rows, dtype=got[0].dtype, magnitude=0, context=(index, *(x.shape for x in parts), parts[0].dtype))
+    """Assert the error law."""
+    assert_merge(parts, *got, context=tuple((x.shape, x.dtype) for x in parts))
 
 
 @every_dtype

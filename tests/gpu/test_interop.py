@@ -206,3 +206,21 @@ def test_what_is_wrong_with_an_array_of_others_is_named(kind: type) -> None:
         cuattn.decode(q, wrong, v_cache, kv_len, **options)
     with pytest.raises(ValueError, match=r"out.*\(4, 6, 128\).*\(4, 6, 64\)"):
         cuattn.decode(q, k_cache, v_cache, kv_len, **options, out=kind(cupy.zeros((4, 6, 64), np.float16)))
+
+
+@pytest.mark.parametrize("wrap", [CudaArrayInterface, Dlpack])
+def test_arrays_of_others_on_a_device_that_is_not_current_are_used_where_they_lie(wrap: Any) -> None:
+    """Nothing is copied to the current device, and `out` is filled in place."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    with cupy.cuda.Device(1):
+        q, k_cache, v_cache, kv_len = map(cupy.asarray, PROBLEM.arrays())
+        options = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in PROBLEM.options().items()}
+        out = cupy.full(q.shape, cupy.nan, q.dtype)
+        cupy.cuda.Device(1).synchronize()
+    wrapped = {n: wrap(x) if isinstance(x, cupy.ndarray) else x for n, x in options.items()}
+    got, lse = cuattn.decode(*map(wrap, (q, k_cache, v_cache, kv_len)), **wrapped, out=wrap(out), return_lse=True)
+    assert got.device.id == 1
+    assert got.data.ptr == out.data.ptr
+    with cupy.cuda.Device(1):
+        assert_decode(PROBLEM, cupy.asnumpy(out), cupy.asnumpy(lse))

@@ -6,18 +6,24 @@ Slow and obvious on purpose. What a kernel computes is right when it agrees with
 from cuattn.reference.attention import attention, decode, prefill, visible_keys
 from cuattn.reference.merge import SoftmaxState, finish, merge, online_softmax, update
 from cuattn.reference.same_precision import attention_same_precision, decode_same_precision, tensor_core
+from cuattn.reference.tbq4 import Quantized, dequantize, quantize, rotate, unrotate
 
 __all__ = [
+    "Quantized",
     "SoftmaxState",
     "attention",
     "attention_same_precision",
     "decode",
     "decode_same_precision",
+    "dequantize",
     "finish",
     "merge",
     "online_softmax",
     "prefill",
+    "quantize",
+    "rotate",
     "tensor_core",
+    "unrotate",
     "update",
     "visible_keys",
 ]

@@ -1,0 +1,146 @@
+"""The numbers of TBQ4, the 4-bit format of a KV cache, and its two layouts. ``docs/tbq4.md`` is the specification.
+
+Nothing here computes attention; the encoder and decoder that define the format are in `cuattn.reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+BLOCK = 128
+"""Values that share a norm; head_dim 64 has one block of 64."""
+
+_HALF_BLOCK = 64
+HEAD_DIMS = (64, 128, 256, 512)
+NORM_BYTES = 2
+MAX_NORM = 65504.0
+"""The largest finite float16: norms above it are clamped to it."""
+MIN_NORM = 1e-10
+"""A row of at most this norm is stored as zero."""
+
+# Lloyd-Max levels of a standard normal value, divided by sqrt(128), and the boundaries between them: data, to six
+# decimals as they are in circulation. The boundaries must not be computed from the levels, which gives other ones.
+_LEVELS = (0.011353, 0.034311, 0.058069, 0.083317, 0.111065, 0.143047, 0.182907, 0.241556)
+_BOUNDARIES = (0.022832, 0.046190, 0.070693, 0.097191, 0.127056, 0.162977, 0.212232)
+CODEBOOK = np.array([-x for x in _LEVELS[::-1]] + list(_LEVELS), np.float32)
+MIDPOINTS = np.array([-x for x in _BOUNDARIES[::-1]] + [0.0, *_BOUNDARIES], np.float32)
+
+# Bit j, little-endian, is set where sign j is -1.
+_SIGNS1_MASK = bytes.fromhex("59036ae44959f842bb3bc6a4a950f249")
+_SIGNS2_MASK = bytes.fromhex("90eeac16dc8f623f7a35a5b76265a5be")
+
+
+def _signs(mask: bytes) -> npt.NDArray[np.float32]:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return np.where(bits, np.float32(-1), np.float32(1))
+
+
+SIGNS1 = _signs(_SIGNS1_MASK)
+SIGNS2 = _signs(_SIGNS2_MASK)
+
+
+def block_of(head_dim: int) -> int:
+    """Return how many values of a row of `head_dim` share a norm.
+
+    Raises
+    ------
+    ValueError
+        If the format has no such head_dim.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))} for TBQ4, got {head_dim}")
+    return min(head_dim, BLOCK)
+
+
+def _scale(block: int) -> np.float32:
+    """Ratio of the deviation of a rotated unit vector of `block` values to that of one of 128."""
+    return np.float32((BLOCK / block) ** 0.5)
+
+
+def codebook(block: int) -> npt.NDArray[np.float32]:
+    """Return the 16 levels of a block of 128 or 64 values, ascending."""
+    return CODEBOOK * _scale(block)
+
+
+def midpoints(block: int) -> npt.NDArray[np.float32]:
+    """Return the 15 boundaries between the levels, ascending."""
+    return MIDPOINTS * _scale(block)
+
+
+def block_bytes(block: int) -> int:
+    """Return the bytes of an interchange block: the norm, then two codes a byte."""
+    return NORM_BYTES + block // 2
+
+
+def to_blocks(codes: Array, norms: Array) -> npt.NDArray[np.uint8]:
+    """Put codes and norms together as interchange blocks; nothing is lost.
+
+    Parameters
+    ----------
+    codes : array, shape (..., head_dim / 2), uint8
+        Element 2 i in the low nibble of byte i.
+    norms : array, shape (..., head_dim / block), float16
+
+    Returns
+    -------
+    array, shape (..., head_dim / block * block_bytes), uint8
+        Per block the float16 norm, little-endian, and the codes: 66 bytes for 128 values, 34 for head_dim 64.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit.
+    """
+    if codes.dtype != np.uint8 or norms.dtype != np.float16:
+        raise TypeError(f"codes must be uint8 and norms float16, got {codes.dtype} and {norms.dtype}")
+    head_dim = 2 * codes.shape[-1]
+    block = block_of(head_dim)
+    lead, count = codes.shape[:-1], head_dim // block
+    if norms.shape != (*lead, count):
+        raise ValueError(f"norms must have shape {(*lead, count)} for codes of shape {codes.shape}, got {norms.shape}")
+    out = np.empty((*lead, count, block_bytes(block)), np.uint8)
+    bits = np.ascontiguousarray(norms).view(np.uint16).astype("<u2")
+    out[..., :NORM_BYTES] = bits.view(np.uint8).reshape(*lead, count, NORM_BYTES)
+    out[..., NORM_BYTES:] = codes.reshape(*lead, count, block // 2)
+    return out.reshape(*lead, count * block_bytes(block))
+
+
+def from_blocks(blocks: Array, head_dim: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+    """Take interchange blocks apart into codes and norms; nothing is lost.
+
+    Parameters
+    ----------
+    blocks : array, shape (..., head_dim / block * block_bytes), uint8
+        As `to_blocks` returns them.
+    head_dim : int
+        64, 128, 256 or 512.
+
+    Returns
+    -------
+    codes : array, shape (..., head_dim / 2), uint8
+    norms : array, shape (..., head_dim / block), float16
+
+    Raises
+    ------
+    ValueError, TypeError
+        If head_dim, shape or dtype do not fit.
+    """
+    block = block_of(head_dim)
+    count = head_dim // block
+    if blocks.dtype != np.uint8:
+        raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
+    if blocks.ndim == 0 or blocks.shape[-1] != count * block_bytes(block):
+        wanted = count * block_bytes(block)
+        raise ValueError(
+            f"blocks must have {wanted} bytes in the last axis for head_dim {head_dim}, got {blocks.shape}"
+        )
+    lead = blocks.shape[:-1]
+    parts = blocks.reshape(*lead, count, block_bytes(block))
+    bits = np.ascontiguousarray(parts[..., :NORM_BYTES]).view("<u2")[..., 0].astype(np.uint16)
+    codes = np.ascontiguousarray(parts[..., NORM_BYTES:]).reshape(*lead, head_dim // 2)
+    return codes, bits.view(np.float16)

@@ -5,6 +5,19 @@ from ._decode import decode, plan_decode
 from ._merge import merge
 from ._nvrtc import CompileError
 from ._plan import DecodePlan, Device
+from ._quantize import Tbq4Array, dequantize, quantize
 from ._version import __version__
 
-__all__ = ["CompileError", "DecodePlan", "Device", "__version__", "decode", "merge", "plan_decode", "reference"]
+__all__ = [
+    "CompileError",
+    "DecodePlan",
+    "Device",
+    "Tbq4Array",
+    "__version__",
+    "decode",
+    "dequantize",
+    "merge",
+    "plan_decode",
+    "quantize",
+    "reference",
+]

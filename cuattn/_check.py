@@ -83,7 +83,8 @@ class DecodeCall:
         return 1 if self.page_table is None else int(self.page_table.shape[1])
 
 
-def _rank(name: str, x: Array, ranks: tuple[int, ...], shape: str) -> None:
+def require_rank(name: str, x: Array, ranks: tuple[int, ...], shape: str) -> None:
+    """Refuse an array of another number of axes."""
     if x.ndim not in ranks:
         msg = f"{name} must have shape {shape}, got {x.ndim} axes: {x.shape}"
         raise ValueError(msg)
@@ -95,7 +96,8 @@ def _shape(name: str, x: Array, shape: tuple[int, ...], of: str) -> None:
         raise ValueError(msg)
 
 
-def _dtype(name: str, x: Array, accepted: Sequence[str], why: str = "") -> None:
+def require_dtype(name: str, x: Array, accepted: Sequence[str], why: str = "") -> None:
+    """Refuse an array of another dtype."""
     if dtype_name(x) not in accepted:
         msg = f"{name} must be {' or '.join(accepted)}{why}, got {dtype_name(x)}"
         raise TypeError(msg)
@@ -112,8 +114,8 @@ def _one_place(arrays: dict[str, Array | None]) -> None:
             raise ValueError(msg)
 
 
-def _rows(name: str, x: Array) -> None:
-    """Rows along the last axis are contiguous and, in dtypes that a GPU takes, start at multiples of 16 bytes."""
+def require_rows(name: str, x: Array) -> None:
+    """Refuse an array unless rows along the last axis are contiguous and, in dtypes that a GPU takes, start at multiples of 16 bytes."""
     if x.size == 0:
         return
     if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
@@ -136,8 +138,8 @@ def _rows(name: str, x: Array) -> None:
 
 def _out(out: Array, shape: tuple[int, ...], dtypes: Sequence[str], of: str) -> None:
     _shape("out", out, shape, of)
-    _dtype("out", out, dtypes, f" (the dtype of {of.rsplit(' of ', maxsplit=1)[-1]})")
-    _rows("out", out)
+    require_dtype("out", out, dtypes, f" (the dtype of {of.rsplit(' of ', maxsplit=1)[-1]})")
+    require_rows("out", out)
     if not is_gpu(out) and not out.flags.writeable:
         msg = "out must be writeable, got a read-only array"
         raise ValueError(msg)
@@ -206,7 +208,7 @@ def flag(name: str, value: object) -> bool:
 
 def dtype_16bit(name: str, x: Array) -> None:
     """Refuse what only the reference takes."""
-    _dtype(name, x, _GPU_DTYPES)
+    require_dtype(name, x, _GPU_DTYPES)
 
 
 def device(device: object, array: Array) -> _plan.Device:
@@ -256,7 +258,7 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: b
         if not gpu:
             msg = f"kv_len is on {place(lengths)}, q on cpu; all arrays must be on one device"
             raise ValueError(msg)
-        _dtype("kv_len", lengths, ("int32",))
+        require_dtype("kv_len", lengths, ("int32",))
         _words("kv_len", lengths)
         return lengths
     if lengths.dtype.kind not in "iu":
@@ -272,11 +274,11 @@ def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: b
 def _page_table(
     page_table: Array, kv_len: Array, batch: int, num_pages: int, page_size: int, *, contents: bool
 ) -> None:
-    _rank("page_table", page_table, (2,), "(batch, max_pages)")
+    require_rank("page_table", page_table, (2,), "(batch, max_pages)")
     if page_table.shape[0] != batch:
         msg = f"page_table must have shape ({batch}, max_pages), batch as in q, got {page_table.shape}"
         raise ValueError(msg)
-    _dtype("page_table", page_table, ("int32",))
+    require_dtype("page_table", page_table, ("int32",))
     _words("page_table", page_table)
     if is_gpu(page_table) or not contents:
         return
@@ -290,14 +292,14 @@ def _page_table(
 
 def _sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
     _shape("sinks", sinks, (num_qo_heads,), "one per query head")
-    _dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
+    require_dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
 
 
 def _queries(q: Array) -> None:
-    _rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
-    _dtype("q", q, _GPU_DTYPES if is_gpu(q) else _CPU_DTYPES)
+    require_rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
+    require_dtype("q", q, _GPU_DTYPES if is_gpu(q) else _CPU_DTYPES)
     _head_dim("q", q.shape[-1])
-    _rows("q", q)
+    require_rows("q", q)
     if q.ndim == 4:  # noqa: PLR2004  with the axis of query tokens
         _integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
 
@@ -306,12 +308,12 @@ def _caches(k_cache: Array, v_cache: Array, q: Array, *, paged: bool) -> None:
     batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     leading = "(num_pages, page_size" if paged else "(batch, capacity"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
-        _dtype(name, cache, (dtype_name(q),), " (the dtype of q)")
+        require_rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
+        require_dtype(name, cache, (dtype_name(q),), " (the dtype of q)")
         if cache.shape[-1] != head_dim:
             msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
             raise ValueError(msg)
-        _rows(name, cache)
+        require_rows(name, cache)
     _shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads or not 1 <= num_qo_heads // num_kv_heads <= _plan.MAX_GROUP:
@@ -412,16 +414,16 @@ def merge(out_partial: Array, lse_partial: Array, out: Array | None) -> tuple[Ar
     out = None if out is None else as_array("out", out)
     _one_place({"out_partial": out_partial, "lse_partial": lse_partial, "out": out})
     shape = "(num_parts, [batch, [seqlen_q,]] num_qo_heads, head_dim)"
-    _rank("out_partial", out_partial, _MERGE_RANKS, shape)
+    require_rank("out_partial", out_partial, _MERGE_RANKS, shape)
     gpu = is_gpu(out_partial)
-    _dtype("out_partial", out_partial, (*_GPU_DTYPES, "float32") if gpu else _CPU_DTYPES)
+    require_dtype("out_partial", out_partial, (*_GPU_DTYPES, "float32") if gpu else _CPU_DTYPES)
     if out_partial.shape[0] == 0:
         msg = f"out_partial must have at least one part, got shape {out_partial.shape}"
         raise ValueError(msg)
     _head_dim("out_partial", out_partial.shape[-1])
-    _rows("out_partial", out_partial)
+    require_rows("out_partial", out_partial)
     _shape("lse_partial", lse_partial, out_partial.shape[:-1], "the shape of out_partial without head_dim")
-    _dtype("lse_partial", lse_partial, ("float32",) if gpu else ("float32", "float64"))
+    require_dtype("lse_partial", lse_partial, ("float32",) if gpu else ("float32", "float64"))
     _words("lse_partial", lse_partial)
     if out is not None:
         dtype = dtype_name(out_partial)

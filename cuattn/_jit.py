@@ -54,15 +54,25 @@ def _literal(value: object) -> tuple[str, str]:
         return type(value).__name__, f"{type(value).__name__}::{value.name}"
     if isinstance(value, bool):
         return "bool", str(value).lower()
+    if isinstance(value, float):
+        return "float", f"{value!r}f"
     return "int", str(value)
+
+
+def _constant(name: str, value: object) -> str:
+    """Definition of one constant of the prelude; a tuple is an array of floats or of 32-bit words."""
+    if isinstance(value, tuple):
+        if isinstance(value[0], float):
+            return f"constexpr float {name}[{len(value)}] = {{{', '.join(f'{x!r}f' for x in value)}}};"
+        return f"constexpr u32 {name}[{len(value)}] = {{{', '.join(f'{x:#010x}u' for x in value)}}};"
+    kind, text = _literal(value)
+    return f"constexpr {kind} {name} = {text};"
 
 
 def prelude(config: Config) -> str:
     """Text in front of a kernel: the config as ``namespace cfg``."""
     lines = [f"// {config!r}", '#include "common/types.cuh"', "namespace cfg {"]
-    for name, value in config.constants().items():
-        kind, text = _literal(value)
-        lines.append(f"constexpr {kind} {name} = {text};")
+    lines += [_constant(name, value) for name, value in config.constants().items()]
     return "\n".join([*lines, "}  // namespace cfg", ""])
 
 

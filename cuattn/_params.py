@@ -79,6 +79,36 @@ MERGE = _struct(
     reserved=_I32,
 )
 
+QUANTIZE = _struct(
+    x=_POINTER,
+    mean=_POINTER,
+    codes=_POINTER,
+    norms=_POINTER,
+    clamped=_POINTER,
+    x_stride_dim0=_I64,
+    x_stride_dim1=_I64,
+    x_stride_head=_I64,
+    num_rows=_I64,
+    dim1=_I32,
+    heads=_I32,
+)
+
+DEQUANTIZE = _struct(
+    codes=_POINTER,
+    norms=_POINTER,
+    mean=_POINTER,
+    out=_POINTER,
+    codes_stride_dim0=_I64,
+    codes_stride_dim1=_I64,
+    codes_stride_head=_I64,
+    norms_stride_dim0=_I64,
+    norms_stride_dim1=_I64,
+    norms_stride_head=_I64,
+    num_rows=_I64,
+    dim1=_I32,
+    heads=_I32,
+)
+
 
 def fill(struct: np.dtype[np.void], values: Mapping[str, float]) -> np.ndarray[Any, Any]:
     """Return one parameter struct, as an array of one element; fields that `values` does not name are 0."""

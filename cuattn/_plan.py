@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 
-from . import _params
+import numpy as np
+
+from . import _params, _tbq4
 
 
 class Dtype(Enum):
@@ -237,7 +239,55 @@ class MergeConfig:
         }
 
 
-Config = DecodeConfig | MergeConfig
+@dataclass(frozen=True, slots=True)
+class QuantizeConfig:
+    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``: dtype of the rows, head_dim, warps, CTAs."""
+
+    dtype: Dtype
+    head_dim: int
+    encode: bool
+    num_warps: int = 8
+    ctas_per_sm: int = 4
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel and its file."""
+        return "quantize" if self.encode else "dequantize"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory: none."""
+        return 0
+
+    @property
+    def blocks_per_cta(self) -> int:
+        """Blocks of values of one CTA: a warp holds four, eight lanes each."""
+        return 4 * self.num_warps
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.dtype.value} rows, TBQ4, head_dim {self.head_dim}"
+
+    def constants(self) -> dict[str, object]:
+        """Values of ``namespace cfg`` in the order printed."""
+        block = _tbq4.block_of(self.head_dim)
+        return {
+            "IN_DTYPE" if self.encode else "OUT_DTYPE": self.dtype,
+            "HEAD_DIM": self.head_dim,
+            "NUM_WARPS": self.num_warps,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
+            "BLOCK": block,
+            "ROOT": float(np.float32(block**-0.5)),
+            "MIN_NORM": _tbq4.MIN_NORM,
+            "LEVELS": tuple(map(float, _tbq4.codebook(block)[8:])),
+            "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
+            "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
+            "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),
+        }
+
+
+Config = DecodeConfig | MergeConfig | QuantizeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +370,7 @@ def shipped_configs(device: Device) -> list[Config]:
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
             configs.append(MergeConfig(dtype, dtype, head_dim))
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
+    configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
     return configs
 
 

@@ -5,12 +5,20 @@ Nothing here computes attention; the encoder and decoder that define the format 
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+# A NumPy or a CuPy array.
+Array: TypeAlias = Any
+
+
+def _module(array: Array) -> Any:  # noqa: ANN401  CuPy has no types
+    """Return the module of an array; CuPy is imported where one of its arrays is."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
 
 BLOCK = 128
 """Values that share a norm; head_dim 64 has one block of 64."""
@@ -42,6 +50,11 @@ def _signs(mask: bytes) -> npt.NDArray[np.float32]:
 
 SIGNS1 = _signs(_SIGNS1_MASK)
 SIGNS2 = _signs(_SIGNS2_MASK)
+
+
+def sign_words(signs: npt.NDArray[np.float32]) -> tuple[int, ...]:
+    """Return a sign table as four 32-bit words; bit j of word w is set where sign 32 w + j is -1."""
+    return tuple(int(word) for word in np.packbits(signs < 0, bitorder="little").view("<u4"))
 
 
 def block_of(head_dim: int) -> int:
@@ -77,7 +90,7 @@ def block_bytes(block: int) -> int:
     return NORM_BYTES + block // 2
 
 
-def to_blocks(codes: Array, norms: Array) -> npt.NDArray[np.uint8]:
+def to_blocks(codes: Array, norms: Array) -> Array:
     """Put codes and norms together as interchange blocks; nothing is lost.
 
     Parameters
@@ -103,14 +116,15 @@ def to_blocks(codes: Array, norms: Array) -> npt.NDArray[np.uint8]:
     lead, count = codes.shape[:-1], head_dim // block
     if norms.shape != (*lead, count):
         raise ValueError(f"norms must have shape {(*lead, count)} for codes of shape {codes.shape}, got {norms.shape}")
-    out = np.empty((*lead, count, block_bytes(block)), np.uint8)
-    bits = np.ascontiguousarray(norms).view(np.uint16).astype("<u2")
+    xp = _module(codes)
+    out = xp.empty((*lead, count, block_bytes(block)), np.uint8)
+    bits = xp.ascontiguousarray(norms).view(np.uint16).astype("<u2")
     out[..., :NORM_BYTES] = bits.view(np.uint8).reshape(*lead, count, NORM_BYTES)
     out[..., NORM_BYTES:] = codes.reshape(*lead, count, block // 2)
     return out.reshape(*lead, count * block_bytes(block))
 
 
-def from_blocks(blocks: Array, head_dim: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+def from_blocks(blocks: Array, head_dim: int) -> tuple[Array, Array]:
     """Take interchange blocks apart into codes and norms; nothing is lost.
 
     Parameters
@@ -141,6 +155,7 @@ def from_blocks(blocks: Array, head_dim: int) -> tuple[npt.NDArray[np.uint8], np
         )
     lead = blocks.shape[:-1]
     parts = blocks.reshape(*lead, count, block_bytes(block))
-    bits = np.ascontiguousarray(parts[..., :NORM_BYTES]).view("<u2")[..., 0].astype(np.uint16)
-    codes = np.ascontiguousarray(parts[..., NORM_BYTES:]).reshape(*lead, head_dim // 2)
+    xp = _module(blocks)
+    bits = xp.ascontiguousarray(parts[..., :NORM_BYTES]).view("<u2")[..., 0].astype(np.uint16)
+    codes = xp.ascontiguousarray(parts[..., NORM_BYTES:]).reshape(*lead, head_dim // 2)
     return codes, bits.view(np.float16)

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from strategies import DTYPES, Problem
 
-from cuattn import reference
+from cuattn import _tbq4, reference
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2))
@@ -272,3 +272,37 @@ def assert_merge(
             conditioning=2 * walk,
             context=f"lse, {where}",
         )
+
+
+def assert_blocks(
+    x: np.ndarray, codes: np.ndarray, norms: np.ndarray, clamped: int, *, mean: np.ndarray | None = None
+) -> None:
+    """Assert that rows were encoded as TBQ4 by the rules of ``docs/tbq4.md``, in float32 sums of any order.
+
+    Codes are the reference's, but for values so near to a boundary that such sums may fall on its other side; those are
+    off by one, and rare. Norms agree to one rounding where the codes do.
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., num_kv_heads, head_dim)
+    codes, norms, clamped
+        The result under test.
+    mean : ndarray, optional
+    """
+    want = reference.quantize(x, mean=mean)
+    block = _tbq4.block_of(x.shape[-1])
+    nibbles, wanted = (np.stack((c & 15, c >> 4), -1).reshape(-1, block).astype(int) for c in (codes, want.codes))
+    rows = (np.asarray(x, np.float32) - (0 if mean is None else mean)).reshape(-1, block)
+    length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    unit = reference.rotate(np.divide(rows, length, out=np.zeros_like(rows, np.float64), where=length > 0))
+    differs = nibbles != wanted
+    assert (np.abs(nibbles - wanted)[differs] == 1).all()
+    distance = np.abs(unit[..., None] - _tbq4.midpoints(block).astype(np.float64)).min(-1)
+    # Seven additions, the scaling and the normalization: some ulp of the largest partial sum, below sqrt(block).
+    assert (distance[differs] < 16 * 2.0**-24 * np.sqrt(block)).all()
+    # Values lie within 1e-6 of a boundary with a probability of some 1e-5 each; one block of a small draw may.
+    assert differs.any(axis=1).sum() <= max(1, 5e-4 * len(differs))
+    same = ~differs.any(axis=1).reshape(want.norms.shape)
+    bits, wanted_bits = (n.view(np.int16).astype(int)[same] for n in (norms, want.norms))
+    assert (np.abs(bits - wanted_bits) <= 1).all()  # a rounding of float32 may carry over to float16
+    assert clamped == want.clamped

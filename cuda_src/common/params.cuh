@@ -70,4 +70,34 @@ struct MergeParams {
   int reserved;
 };
 
+struct QuantizeParams {
+  const u8* x;        // [dim0, dim1, heads, head_dim], In
+  const float* mean;  // [heads, head_dim], subtracted; null: none
+  u8* codes;          // [dim0, dim1, heads, head_dim / 2], contiguous
+  u16* norms;         // [dim0, dim1, heads, head_dim / block], float16, contiguous
+  int* clamped;       // [1], counts norms too large for float16
+  i64 x_stride_dim0;
+  i64 x_stride_dim1;
+  i64 x_stride_head;
+  i64 num_rows;  // dim0 * dim1 * heads
+  int dim1;
+  int heads;
+};
+
+struct DequantizeParams {
+  const u8* codes;    // [dim0, dim1, heads, head_dim / 2]
+  const u8* norms;    // [dim0, dim1, heads, head_dim / block], float16
+  const float* mean;  // [heads, head_dim], added; null: none
+  u8* out;            // [dim0, dim1, heads, head_dim], Out, contiguous
+  i64 codes_stride_dim0;
+  i64 codes_stride_dim1;
+  i64 codes_stride_head;
+  i64 norms_stride_dim0;
+  i64 norms_stride_dim1;
+  i64 norms_stride_head;
+  i64 num_rows;  // dim0 * dim1 * heads
+  int dim1;
+  int heads;
+};
+
 #endif

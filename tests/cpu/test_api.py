@@ -280,10 +280,13 @@ def test_the_public_names_are_those_documented() -> None:
         "CompileError",
         "DecodePlan",
         "Device",
+        "Tbq4Array",
         "__version__",
         "decode",
+        "dequantize",
         "merge",
         "plan_decode",
+        "quantize",
         "reference",
     }
     assert all(hasattr(cuattn, name) for name in cuattn.__all__)

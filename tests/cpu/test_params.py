@@ -10,7 +10,15 @@ HEADER = (_jit.CUDA_SRC / "common/params.cuh").read_text()
 CPP_TYPES = {"i64": "int64", "int": "int32", "float": "float32"}
 
 
-@pytest.mark.parametrize(("struct", "mirror"), [("DecodeParams", _params.DECODE), ("MergeParams", _params.MERGE)])
+@pytest.mark.parametrize(
+    ("struct", "mirror"),
+    [
+        ("DecodeParams", _params.DECODE),
+        ("MergeParams", _params.MERGE),
+        ("QuantizeParams", _params.QUANTIZE),
+        ("DequantizeParams", _params.DEQUANTIZE),
+    ],
+)
 def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
     body = re.search(rf"struct {struct} {{(.*?)\n}};", HEADER, re.DOTALL)[1]
     fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+);", body, re.MULTILINE)
@@ -19,7 +27,7 @@ def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
     assert len(expected) == len(re.findall(r";(?= *(?://.*)?$)", re.sub(r"//.*", "", body), re.MULTILINE))
 
 
-@pytest.mark.parametrize("mirror", [_params.DECODE, _params.MERGE])
+@pytest.mark.parametrize("mirror", [_params.DECODE, _params.MERGE, _params.QUANTIZE, _params.DEQUANTIZE])
 def test_the_mirror_has_no_padding(mirror):
     assert sum(mirror[name].itemsize for name in mirror.names) == mirror.itemsize
 

@@ -1,0 +1,76 @@
+"""Argument checks of `quantize`, `dequantize` and `Tbq4Array`, as `_check` has those of the rest. Writes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _check, _tbq4
+from ._arrays import Array, as_array, is_gpu, place
+
+_RANKS = (2, 3, 4)
+_DTYPES = {True: ("float16", "bfloat16", "float32"), False: ("float16", "bfloat16", "float32", "float64")}
+
+
+def _mean(mean: Array | None, x: Array, head_dim: int) -> Array | None:
+    if mean is None:
+        return None
+    mean = as_array("mean", mean)
+    if place(mean) != place(x):
+        raise ValueError(f"mean is on {place(mean)}, x on {place(x)}; all arrays must be on one device")
+    wanted = (x.shape[-2], head_dim)
+    if mean.shape != wanted:
+        raise ValueError(f"mean must have shape {wanted} (one vector per KV head), got {mean.shape}")
+    _check.require_dtype("mean", mean, ("float32",))
+    return mean
+
+
+def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
+    """Check the arguments of `quantize` and return them as arrays."""
+    x = as_array("x", x)
+    _check.require_rank("x", x, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim)")
+    _check.require_dtype("x", x, _DTYPES[is_gpu(x)])
+    if x.shape[-1] not in _tbq4.HEAD_DIMS:
+        supported = ", ".join(map(str, _tbq4.HEAD_DIMS))
+        raise ValueError(f"x has head_dim {x.shape[-1]}; supported for TBQ4: {supported}")
+    _check.require_rows("x", x)
+    return x, _mean(mean, x, x.shape[-1])
+
+
+def planes(codes: Array, norms: Array, mean: Array | None) -> tuple[Array, Array, Array | None]:
+    """Check the parts of a `Tbq4Array` and return them as arrays."""
+    codes, norms = as_array("codes", codes), as_array("norms", norms)
+    _check.require_rank("codes", codes, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim / 2)")
+    _check.require_dtype("codes", codes, ("uint8",))
+    _check.require_dtype("norms", norms, ("float16",))
+    head_dim = 2 * codes.shape[-1]
+    if head_dim not in _tbq4.HEAD_DIMS:
+        supported = ", ".join(str(d // 2) for d in _tbq4.HEAD_DIMS)
+        raise ValueError(f"codes must have {supported} bytes in the last axis, half a head_dim, got {codes.shape}")
+    wanted = (*codes.shape[:-1], head_dim // _tbq4.block_of(head_dim))
+    if norms.shape != wanted:
+        raise ValueError(f"norms must have shape {wanted} for codes of shape {codes.shape}, got {norms.shape}")
+    if place(norms) != place(codes):
+        raise ValueError(f"norms are on {place(norms)}, codes on {place(codes)}; all arrays must be on one device")
+    for name, array in (("codes", codes), ("norms", norms)):
+        if array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+            raise ValueError(f"{name} must be contiguous along the last axis, got strides {array.strides}")
+        # The kernels read eight codes, or one norm, at a time.
+        unit = 4 if name == "codes" else 2
+        if is_gpu(array) and any(n % unit for n in (array.data.ptr, *array.strides[:-1])):
+            raise ValueError(f"{name} must lie at multiples of {unit} bytes, got strides {array.strides}")
+    return codes, norms, _mean(mean, codes, head_dim)
+
+
+def result_dtype(dtype: npt.DTypeLike, codes: Array) -> np.dtype[Any]:
+    """Return the `dtype` argument of `dequantize`."""
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype must be a dtype, got {dtype!r}") from None
+    accepted = _DTYPES[is_gpu(codes)]
+    if wanted.name not in accepted:
+        raise TypeError(f"dtype must be {' or '.join(accepted)}, got {wanted.name}")
+    return wanted

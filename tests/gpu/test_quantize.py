@@ -1,0 +1,105 @@
+"""quantize and dequantize on a GPU against their definition."""
+
+import cupy
+import numpy as np
+import pytest
+from strategies import DTYPES
+from tolerance import assert_blocks, ulp
+
+import cuattn
+from cuattn import reference
+
+HEAD_DIMS = (64, 128, 256, 512)
+every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+
+
+def rows_of(dtype, head_dim, *shape, seed=0):
+    rng = np.random.default_rng([seed, head_dim, *shape])
+    scale = np.exp(rng.normal(0, 2, (*shape, 1)))
+    return (scale * rng.standard_normal((*shape, head_dim))).astype(DTYPES[dtype])
+
+
+def check(x, mean=None):
+    t = cuattn.quantize(cupy.asarray(x), mean=None if mean is None else cupy.asarray(mean))
+    assert_blocks(x, t.codes.get(), t.norms.get(), int(t.clamped[0]), mean=mean)
+    return t
+
+
+@every_dtype
+@every_head_dim
+def test_rows_are_encoded_as_the_reference_does(dtype, head_dim):
+    for shape in ((1,), (5,), (33, 2), (3, 700, 4)):
+        check(rows_of(dtype, head_dim, *shape))
+
+
+@every_head_dim
+def test_a_mean_is_subtracted_and_added(head_dim):
+    x = rows_of("float16", head_dim, 50, 3)
+    mean = rows_of("float32", head_dim, 3, seed=1)
+    t = check(x, mean)
+    got = cuattn.dequantize(t)
+    want = reference.dequantize(t.codes.get(), t.norms.get(), mean=mean)
+    assert np.abs(got.get() - want).max() <= 64 * ulp(np.abs(want).max(), np.float32)  # ten roundings of larger sums
+
+
+@every_dtype
+@every_head_dim
+def test_any_codes_are_decoded_as_the_reference_does(dtype, head_dim):
+    rng = np.random.default_rng(head_dim)
+    block = min(head_dim, 128)
+    codes = rng.integers(0, 256, (4, 100, 3, head_dim // 2), np.uint8)
+    norms = rng.uniform(0, 60000, (4, 100, 3, head_dim // block)).astype(np.float16)
+    t = cuattn.Tbq4Array(cupy.asarray(codes), cupy.asarray(norms))
+    got = cuattn.dequantize(t, dtype=DTYPES[dtype]).get().astype(np.float64)
+    want = reference.dequantize(codes, norms)
+    largest = np.abs(want).max()
+    # One rounding to the dtype, and ten of float32 on the way.
+    assert np.abs(got - want).max() <= ulp(largest, DTYPES[dtype]) / 2 + 64 * ulp(largest, np.float32)
+
+
+def test_a_million_gaussian_blocks_are_almost_all_byte_for_byte():
+    x = np.random.default_rng(1).standard_normal((250_000, 4, 128), np.float32)
+    t = check(x)
+    want = reference.quantize(x)
+    same = (t.codes.get() == want.codes).all(axis=-1) & (t.norms.get() == want.norms)[..., 0]
+    assert same.mean() >= 0.9995
+
+
+def test_norms_beyond_float16_are_clamped_counted_and_refused_when_asked():
+    x = cupy.full((3, 1, 128), 5800, cupy.float32)
+    x[1] = 1
+    t = cuattn.quantize(x)
+    assert t.norms.get().ravel().tolist()[::2] == [65504, 65504]
+    assert int(t.clamped[0]) == 2
+    with pytest.raises(ValueError, match="x must have norms of at most 65504 per block, 2 are larger"):
+        cuattn.quantize(x, strict=True)
+
+
+def test_views_blocks_and_empty_arrays():
+    store = rows_of("float16", 256, 3, 5, 4)
+    device = cupy.asarray(store)
+    view = device.transpose(1, 0, 2, 3)[::-1, :, 1:3, :128]
+    t = cuattn.quantize(view)
+    assert_blocks(view.get(), t.codes.get(), t.norms.get(), int(t.clamped[0]))
+    again = cuattn.Tbq4Array.from_blocks(t.to_blocks(), 128)
+    assert (again.codes == t.codes).all()
+    assert (again.norms == t.norms).all()
+    assert t.to_blocks().shape == (5, 3, 2, 66)
+    part = cuattn.Tbq4Array(t.codes[:, 1:], t.norms[:, 1:])
+    assert (cuattn.dequantize(part) == cuattn.dequantize(t)[:, 1:]).all()
+    empty = cuattn.quantize(device[:0])
+    assert empty.shape == (0, 5, 4, 256)
+    assert cuattn.dequantize(empty).shape == (0, 5, 4, 256)
+
+
+def test_the_same_call_gives_the_same_bytes_on_any_stream():
+    x = cupy.asarray(rows_of("bfloat16", 128, 100, 8))
+    first = cuattn.quantize(x)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(20):
+            t = cuattn.quantize(x)
+            assert (t.codes == first.codes).all()
+            assert (t.norms == first.norms).all()
+        stream.synchronize()

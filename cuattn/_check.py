@@ -115,7 +115,7 @@ def _one_place(arrays: dict[str, Array | None]) -> None:
 
 
 def require_rows(name: str, x: Array) -> None:
-    """Refuse an array unless rows along the last axis are contiguous and, in dtypes that a GPU takes, start at multiples of 16 bytes."""
+    """Refuse rows that are not contiguous or, in dtypes that a GPU takes, do not start at multiples of 16 bytes."""
     if x.size == 0:
         return
     if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:

@@ -11,6 +11,8 @@ from . import _check, _tbq4
 from ._arrays import Array, as_array, is_gpu, place
 
 _RANKS = (2, 3, 4)
+# The kernels count blocks in 32 bits, with room for a step past the end.
+_MAX_BLOCKS = 2**31
 _DTYPES = {True: ("float16", "bfloat16", "float32"), False: ("float16", "bfloat16", "float32", "float64")}
 
 
@@ -36,6 +38,10 @@ def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
         supported = ", ".join(map(str, _tbq4.HEAD_DIMS))
         raise ValueError(f"x has head_dim {x.shape[-1]}; supported for TBQ4: {supported}")
     _check.require_rows("x", x)
+    if x.size // _tbq4.block_of(x.shape[-1]) > _MAX_BLOCKS:
+        raise ValueError(
+            f"x must have at most {_MAX_BLOCKS} blocks of {_tbq4.block_of(x.shape[-1])} values, got {x.shape}"
+        )
     return x, _mean(mean, x, x.shape[-1])
 
 

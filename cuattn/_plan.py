@@ -247,7 +247,7 @@ class QuantizeConfig:
     head_dim: int
     encode: bool
     num_warps: int = 8
-    ctas_per_sm: int = 4
+    ctas_per_sm: int = 2
 
     @property
     def kernel(self) -> str:
@@ -256,13 +256,17 @@ class QuantizeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: none."""
-        return 0
+        """Dynamic shared memory: a table of 8 squares of levels, or of 16 levels, with a copy for each lane."""
+        return (8 if self.encode else 16) * WARP * 4
 
     @property
     def blocks_per_cta(self) -> int:
         """Blocks of values of one CTA: a warp holds four, eight lanes each."""
         return 4 * self.num_warps
+
+    def grid(self, num_blocks: int, device: Device) -> tuple[int, int, int]:
+        """CTAs of a launch over `num_blocks` blocks of values: what the device holds at once, or fewer."""
+        return (min(ceil_div(num_blocks, self.blocks_per_cta), self.ctas_per_sm * device.num_sms), 1, 1)
 
     def describe(self) -> str:
         """One line for people."""
@@ -281,6 +285,7 @@ class QuantizeConfig:
             "ROOT": float(np.float32(block**-0.5)),
             "MIN_NORM": _tbq4.MIN_NORM,
             "LEVELS": tuple(map(float, _tbq4.codebook(block)[8:])),
+            "LEVELS_SQUARED": tuple(map(float, np.square(_tbq4.codebook(block)[8:]))),
             "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
             "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
             "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),

@@ -183,13 +183,9 @@ def _launch(config: _plan.QuantizeConfig, rows: Array, params: np.ndarray[Any, A
     if rows.size == 0:
         return
     ordinal = rows.device.id
-    kernel = _jit.kernel(config, ordinal, _arrays.device(ordinal).arch)
-    kernel.launch(grid_of(config, rows), (config.num_warps * _plan.WARP, 1, 1), params)
-
-
-def grid_of(config: _plan.QuantizeConfig, rows: Array) -> tuple[int, int, int]:
-    """Blocks of the launch for these rows."""
-    return (_plan.ceil_div(rows.size // _tbq4.block_of(config.head_dim), config.blocks_per_cta), 1, 1)
+    device = _arrays.device(ordinal)
+    grid = config.grid(rows.size // _tbq4.block_of(config.head_dim), device)
+    _jit.kernel(config, ordinal, device.arch).launch(grid, (config.num_warps * _plan.WARP, 1, 1), params)
 
 
 def quantize_config(x: Array) -> _plan.QuantizeConfig:

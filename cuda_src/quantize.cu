@@ -1,8 +1,8 @@
 // quantize.cu -- rows of fp32, fp16 or bf16 to TBQ4 codes and norms.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   grid   blocks of values / (NUM_WARPS * 4), rounded up      block  NUM_WARPS * 32
-//   warp   four blocks of BLOCK values, eight lanes each
+//   grid   enough for all SMs, or fewer      block  NUM_WARPS * 32
+//   warp   four blocks of BLOCK values at a time, eight lanes each, until none is left
 //
 // Row r of x is [dim0, dim1, heads] index r; a row has HEAD_DIM / BLOCK blocks. float32 throughout.
 #include "common/params.cuh"
@@ -13,7 +13,8 @@ namespace {
 
 using In = ElemOf<cfg::IN_DTYPE>::type;
 
-constexpr int BLOCKS_PER_ROW = cfg::HEAD_DIM / cfg::BLOCK;
+constexpr u32 BLOCKS_PER_ROW = cfg::HEAD_DIM / cfg::BLOCK;
+constexpr u32 BLOCKS_PER_WARP = WARP / tbq4::LANES;
 constexpr u16 MAX_HALF = 0x7bff;   // 65504
 constexpr u16 QUIET_NAN = 0x7e00;  // the one NaN of the format
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
@@ -37,65 +38,71 @@ __device__ __forceinline__ void load(float (&x)[tbq4::VALUES], const u8* source)
   }
 }
 
-__device__ __forceinline__ void quantize(const QuantizeParams& p) {
-  const int lane = threadIdx.x % WARP, sub = lane % tbq4::LANES;
-  const i64 warp = static_cast<i64>(blockIdx.x) * cfg::NUM_WARPS + threadIdx.x / WARP;
-  const i64 block = warp * (WARP / tbq4::LANES) + lane / tbq4::LANES;
-  const bool inside = block < p.num_rows * BLOCKS_PER_ROW;
-  const i64 row = inside ? block / BLOCKS_PER_ROW : 0;  // lanes past the end work on row 0, for the shuffles' sake
-  const int dim = static_cast<int>(block % BLOCKS_PER_ROW) * cfg::BLOCK + sub * tbq4::VALUES;
-  const i64 head = row % p.heads, i1 = row / p.heads % p.dim1, i0 = row / p.heads / p.dim1;
-
-  float x[tbq4::VALUES];
-  load(x, p.x + i0 * p.x_stride_dim0 + i1 * p.x_stride_dim1 + head * p.x_stride_head + dim * sizeof(In));
-  if (p.mean != nullptr) {
-#pragma unroll
-    for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(p.mean + head * cfg::HEAD_DIM + dim + j);
+__device__ __forceinline__ void quantize(const QuantizeParams& p, float (&squares)[8][WARP]) {
+  const u32 lane = threadIdx.x % WARP, sub = lane % tbq4::LANES;
+  for (u32 i = threadIdx.x; i < 8 * WARP; i += cfg::NUM_WARPS * WARP) {
+    squares[i / WARP][i % WARP] = cfg::LEVELS_SQUARED[i / WARP];
   }
-  float squares = 0.f;
-#pragma unroll
-  for (int j = 0; j < tbq4::VALUES; ++j) squares += x[j] * x[j];
-  const float norm = sqrtf(tbq4::block_sum(squares));
-  const float inverse = norm > cfg::MIN_NORM ? 1.f / norm : 0.f;
+  __syncthreads();  // the table is there
+  const tbq4::Signs signs(cfg::SIGNS1, cfg::SIGNS2, sub);
 
-  tbq4::apply_signs(x, cfg::SIGNS1, sub);
-#pragma unroll
-  for (int j = 0; j < tbq4::VALUES; ++j) x[j] *= inverse;
-  tbq4::hadamard(x, sub);
-#pragma unroll
-  for (int j = 0; j < tbq4::VALUES; ++j) x[j] *= cfg::ROOT;
-  tbq4::apply_signs(x, cfg::SIGNS2, sub);
+  const u32 num_blocks = static_cast<u32>(p.num_rows) * BLOCKS_PER_ROW;
+  const u32 step = gridDim.x * cfg::NUM_WARPS * BLOCKS_PER_WARP;
+  for (u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * BLOCKS_PER_WARP; first < num_blocks;
+       first += step) {
+    const u32 wanted = first + lane / tbq4::LANES;
+    const bool inside = wanted < num_blocks;
+    const u32 block = inside ? wanted : first;  // lanes past the end repeat a block, for the shuffles' sake
+    const u32 row = block / BLOCKS_PER_ROW, dim = block % BLOCKS_PER_ROW * cfg::BLOCK + sub * tbq4::VALUES;
+    const u32 head = row % p.heads, token = row / p.heads, i1 = token % p.dim1, i0 = token / p.dim1;
 
-  u32 codes[tbq4::CODE_BYTES / 4];
-  float levels = 0.f;
+    float x[tbq4::VALUES];
+    load(x, p.x + i0 * p.x_stride_dim0 + i1 * p.x_stride_dim1 + head * p.x_stride_head + dim * sizeof(In));
+    if (p.mean != nullptr) {
 #pragma unroll
-  for (int word = 0; word < tbq4::CODE_BYTES / 4; ++word) {
-    codes[word] = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float level_squared;
-      codes[word] |= tbq4::encode(x[word * 8 + j], level_squared) << (4 * j);
-      levels += level_squared;
+      for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(p.mean + head * cfg::HEAD_DIM + dim + j);
     }
-  }
-  // The decoded block gets the norm of the row.
-  const float stored = norm / sqrtf(tbq4::block_sum(levels));
-  if (!inside) return;
-  u8* target = p.codes + row * (cfg::HEAD_DIM / 2) + dim / 2;
-  if constexpr (tbq4::CODE_BYTES == 8) {
-    *reinterpret_cast<uint2*>(target) = make_uint2(codes[0], codes[tbq4::CODE_BYTES / 4 - 1]);
-  } else {
-    *reinterpret_cast<u32*>(target) = codes[0];
-  }
-  if (sub == 0) {
-    u16 half = static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
-    if (stored != stored) {
-      half = QUIET_NAN;
-    } else if (half > MAX_HALF && stored != __uint_as_float(0x7f800000u)) {
-      half = MAX_HALF;
-      atomicAdd(p.clamped, 1);
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < tbq4::VALUES; ++j) sum += x[j] * x[j];
+    const float norm = sqrtf(tbq4::block_sum(sum));
+    const float inverse = norm > cfg::MIN_NORM ? 1.f / norm : 0.f;
+#pragma unroll
+    for (int j = 0; j < tbq4::VALUES; ++j) x[j] *= signs.first[j] * inverse;
+    tbq4::hadamard(x, signs);
+
+    u32 codes[tbq4::CODE_BYTES / 4];
+    float length = 0.f;
+#pragma unroll
+    for (int word = 0; word < tbq4::CODE_BYTES / 4; ++word) {
+      codes[word] = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float u = x[word * 8 + j] * signs.second[word * 8 + j];
+        const u32 index = tbq4::magnitude_index(u);
+        codes[word] |= tbq4::code_of(u, index) << (4 * j);
+        length += squares[index][lane];
+      }
     }
-    p.norms[block] = half;
+    // The decoded block gets the norm of the row.
+    const float stored = norm / sqrtf(tbq4::block_sum(length));
+    if (!inside) continue;
+    u8* target = p.codes + static_cast<i64>(row) * (cfg::HEAD_DIM / 2) + dim / 2;
+    if constexpr (tbq4::CODE_BYTES == 8) {
+      *reinterpret_cast<uint2*>(target) = make_uint2(codes[0], codes[tbq4::CODE_BYTES / 4 - 1]);
+    } else {
+      *reinterpret_cast<u32*>(target) = codes[0];
+    }
+    if (sub == 0) {
+      u16 half = static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
+      if (stored != stored) {
+        half = QUIET_NAN;
+      } else if (half > MAX_HALF && stored != __uint_as_float(0x7f800000u)) {
+        half = MAX_HALF;
+        atomicAdd(p.clamped, 1);
+      }
+      p.norms[block] = half;
+    }
   }
 }
 
@@ -103,5 +110,6 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p) {
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  quantize(p);
+  // Squares of the levels, a copy for each lane, so that no two lanes meet in a bank.
+  quantize(p, *reinterpret_cast<float (*)[8][WARP]>(ptx::dynamic_smem()));
 }

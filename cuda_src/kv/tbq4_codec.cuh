@@ -23,19 +23,33 @@ __device__ __forceinline__ float block_sum(float x) {
   return x;
 }
 
-// Flips the values whose sign is -1; bit j of `mask` belongs to value j of the block.
-__device__ __forceinline__ void apply_signs(float (&x)[VALUES], const u32 (&mask)[4], int sub) {
-  u32 bits = 0;
+// What the eight lanes of a block need for every block, kept in registers: multiplying by a sign costs nothing where
+// the value must be scaled anyway, and flipping a bit would cost two instructions on the pipe that encoding is short
+// of.
+struct Signs {
+  float first[VALUES];   // +-1
+  float second[VALUES];  // +-1/sqrt(block)
+  float pair[3];         // -1 where this lane holds b of the pairs (a + b, a - b) of a stage between lanes
+
+  __device__ __forceinline__ Signs(const u32 (&s_first)[4], const u32 (&s_second)[4], int sub) {
+    const auto bit = [sub](const u32(&mask)[4], int j) {
+      u32 word = mask[0];
 #pragma unroll
-  for (int word = 0; word < cfg::BLOCK / 32; ++word) {
-    if (sub * VALUES / 32 == word) bits = mask[word] >> (sub * VALUES % 32);
+      for (int w = 1; w < cfg::BLOCK / 32; ++w) word = sub * VALUES / 32 == w ? mask[w] : word;
+      return (word >> (sub * VALUES % 32 + j) & 1) != 0;
+    };
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j) {
+      first[j] = bit(s_first, j) ? -1.f : 1.f;
+      second[j] = bit(s_second, j) ? -cfg::ROOT : cfg::ROOT;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) pair[i] = (sub >> i & 1) != 0 ? -1.f : 1.f;
   }
-#pragma unroll
-  for (int j = 0; j < VALUES; ++j) x[j] = __uint_as_float(__float_as_uint(x[j]) ^ (bits >> j << 31));
-}
+};
 
 // x <- H x, Sylvester's order, not normalized.
-__device__ __forceinline__ void hadamard(float (&x)[VALUES], int sub) {
+__device__ __forceinline__ void hadamard(float (&x)[VALUES], const Signs& signs) {
 #pragma unroll
   for (int h = 1; h < VALUES; h *= 2) {
 #pragma unroll
@@ -47,43 +61,26 @@ __device__ __forceinline__ void hadamard(float (&x)[VALUES], int sub) {
     }
   }
 #pragma unroll
-  for (int bit = 1; bit < LANES; bit *= 2) {
-    // The lane with the bit set holds b of the pair (a + b, a - b).
-    const u32 flip = (sub & bit) != 0 ? 0x80000000u : 0u;
+  for (int i = 0; i < 3; ++i) {
 #pragma unroll
-    for (int j = 0; j < VALUES; ++j) {
-      const float other = __shfl_xor_sync(FULL_MASK, x[j], bit);
-      x[j] = other + __uint_as_float(__float_as_uint(x[j]) ^ flip);
-    }
+    for (int j = 0; j < VALUES; ++j) x[j] = fmaf(x[j], signs.pair[i], __shfl_xor_sync(FULL_MASK, x[j], 1 << i));
   }
 }
 
-// The code of a rotated value of a unit vector, and the square of its level. A value on a boundary belongs to the level
-// above it: for u < 0 that is the smaller magnitude, so that one less in the bits makes "at least" into "above". NaN
-// is 15.
-__device__ __forceinline__ u32 encode(float u, float& level_squared) {
-  const u32 bits = __float_as_uint(u);
-  const u32 negative = u < 0.f ? 1u : 0u;  // -0 lies on the boundary 0 and goes up
-  const u32 magnitude = (bits & 0x7fffffffu) - negative;
-  u32 index = 0;
-  level_squared = cfg::LEVELS[0] * cfg::LEVELS[0];
-#pragma unroll
-  for (int i = 0; i < 7; ++i) {
-    const bool above = magnitude >= __float_as_uint(cfg::BOUNDARIES[i]);
-    index = above ? i + 1 : index;
-    level_squared = above ? cfg::LEVELS[i + 1] * cfg::LEVELS[i + 1] : level_squared;
-  }
-  return negative != 0 ? 7 - index : 8 + index;
+// Index 0..7 of the level of |u|. A value on a boundary belongs to the level above it: for u < 0 that is the smaller
+// magnitude, so that one less in the bits makes "at least" into "above". -0 is not below 0; NaN has the largest index.
+__device__ __forceinline__ u32 magnitude_index(float u) {
+  const u32 magnitude = (__float_as_uint(u) & 0x7fffffffu) - (u < 0.f ? 1u : 0u);
+  const auto at_least = [magnitude](float boundary) { return magnitude >= __float_as_uint(boundary); };
+  const bool high = at_least(cfg::BOUNDARIES[3]);
+  const bool middle = at_least(high ? cfg::BOUNDARIES[5] : cfg::BOUNDARIES[1]);
+  const float upper = middle ? cfg::BOUNDARIES[6] : cfg::BOUNDARIES[4];
+  const float lower = middle ? cfg::BOUNDARIES[2] : cfg::BOUNDARIES[0];
+  return (high ? 4 : 0) + (middle ? 2 : 0) + (at_least(high ? upper : lower) ? 1 : 0);
 }
 
-// The level of a code.
-__device__ __forceinline__ float decode(u32 code) {
-  const u32 index = (code & 8) != 0 ? code & 7 : 7 - code;
-  float level = cfg::LEVELS[0];
-#pragma unroll
-  for (int i = 1; i < 8; ++i) level = index == i ? cfg::LEVELS[i] : level;
-  return (code & 8) != 0 ? level : -level;
-}
+// The code of a value whose magnitude has `index`.
+__device__ __forceinline__ u32 code_of(float u, u32 index) { return u < 0.f ? 7 - index : 8 + index; }
 
 }  // namespace tbq4
 

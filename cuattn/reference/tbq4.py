@@ -43,7 +43,8 @@ def _by_blocks(x: Array, matrix: npt.NDArray[np.float64]) -> npt.NDArray[np.floa
     block = matrix.shape[0]
     # A block of zeros times infinity is NaN, as it should be: the whole block is.
     with np.errstate(invalid="ignore", over="ignore"):
-        return (x.reshape(*x.shape[:-1], -1, block).astype(np.float64) @ matrix.T).reshape(x.shape)
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+        return (blocks.astype(np.float64) @ matrix.T).reshape(x.shape)
 
 
 def rotate(x: Array, *, dtype: npt.DTypeLike = np.float64) -> Array:
@@ -108,7 +109,7 @@ def quantize(x: Array, *, mean: npt.ArrayLike | None = None, strict: bool = Fals
     rows = np.asarray(x, np.float32)
     if mean is not None:
         rows = rows - np.asarray(mean, np.float32)
-    rows = rows.reshape(*rows.shape[:-1], -1, block)
+    rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
     norm = np.sqrt((rows.astype(np.float64) ** 2).sum(axis=-1).astype(np.float32))
     inverse = np.where(norm > np.float32(_tbq4.MIN_NORM), np.float32(1) / norm, np.float32(0))
     unit = rotate(rows * inverse[..., None], dtype=np.float32)

@@ -58,8 +58,8 @@ def test_any_codes_are_decoded_as_the_reference_does(dtype, head_dim):
     assert np.abs(got - want).max() <= ulp(largest, DTYPES[dtype]) / 2 + 64 * ulp(largest, np.float32)
 
 
-def test_a_million_gaussian_blocks_are_almost_all_byte_for_byte():
-    x = np.random.default_rng(1).standard_normal((250_000, 4, 128), np.float32)
+def test_of_200_000_gaussian_blocks_almost_all_are_the_reference_byte_for_byte():
+    x = np.random.default_rng(1).standard_normal((50_000, 4, 128), np.float32)
     t = check(x)
     want = reference.quantize(x)
     same = (t.codes.get() == want.codes).all(axis=-1) & (t.norms.get() == want.norms)[..., 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,12 @@ def _mean(mean: Array | None, x: Array, head_dim: int) -> Array | None:
     return mean
 
 
+def _count(name: str, shape: tuple[int, ...], head_dim: int) -> None:
+    block = _tbq4.block_of(head_dim)
+    if math.prod(shape[:-1]) * (head_dim // block) > _MAX_BLOCKS:
+        raise ValueError(f"{name} must have at most {_MAX_BLOCKS} blocks of {block} values, got shape {shape}")
+
+
 def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
     """Check the arguments of `quantize` and return them as arrays."""
     x = as_array("x", x)
@@ -38,10 +45,7 @@ def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
         supported = ", ".join(map(str, _tbq4.HEAD_DIMS))
         raise ValueError(f"x has head_dim {x.shape[-1]}; supported for TBQ4: {supported}")
     _check.require_rows("x", x)
-    if x.size // _tbq4.block_of(x.shape[-1]) > _MAX_BLOCKS:
-        raise ValueError(
-            f"x must have at most {_MAX_BLOCKS} blocks of {_tbq4.block_of(x.shape[-1])} values, got {x.shape}"
-        )
+    _count("x", x.shape, x.shape[-1])
     return x, _mean(mean, x, x.shape[-1])
 
 
@@ -67,6 +71,7 @@ def planes(codes: Array, norms: Array, mean: Array | None) -> tuple[Array, Array
         unit = 4 if name == "codes" else 2
         if is_gpu(array) and any(n % unit for n in (array.data.ptr, *array.strides[:-1])):
             raise ValueError(f"{name} must lie at multiples of {unit} bytes, got strides {array.strides}")
+    _count("codes", codes.shape, head_dim)
     return codes, norms, _mean(mean, codes, head_dim)
 
 

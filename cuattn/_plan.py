@@ -8,38 +8,17 @@ and tested anywhere. The CUDA sources assert what is computed here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from . import _params, _tbq4
+from ._device import DEVICES, KIB, Device, arch_of
+from ._kinds import Dtype, KvFormat, Parts
+from ._problem import DecodeProblem
 
-
-class Dtype(Enum):
-    """Element type; the value is the name that NumPy and ml_dtypes use."""
-
-    FP16 = "float16"
-    BF16 = "bfloat16"
-    FP32 = "float32"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self is Dtype.FP32 else 2
-
-
-class KvFormat(Enum):
-    """Format of a KV cache, one policy each in ``cuda_src/kv``."""
-
-    RAW16 = "raw16"
-
-
-class Parts(Enum):
-    """What comes with a partial result, see ``cuda_src/common/types.cuh``."""
-
-    LSE = "lse"
-    STATE = "state"
+# Others take these from here: a plan is made of them.
+__all__ = ["DEVICES", "DecodeProblem", "Device", "Dtype", "KvFormat", "Parts", "arch_of"]
 
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
@@ -64,55 +43,6 @@ def align(n: int, to: int) -> int:
 def ceil_div(a: int, b: int) -> int:
     """Quotient rounded up."""
     return -(-a // b)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a plan needs to know of a GPU.
-
-    Attributes
-    ----------
-    name : str
-        For messages.
-    arch : str
-        NVRTC architecture, such as ``"sm_90a"``.
-    num_sms : int
-        Multiprocessors.
-    smem_per_block : int
-        Bytes of dynamic shared memory that one block may ask for.
-    smem_per_sm : int
-        Bytes of shared memory of a multiprocessor; every block also takes 1024 bytes of it.
-    bandwidth : float
-        Bytes per second of device memory, 0 if unknown; for the roof that a plan prints.
-    """
-
-    name: str
-    arch: str
-    num_sms: int
-    smem_per_block: int
-    smem_per_sm: int
-    bandwidth: float = 0.0
-
-
-KIB = 1024
-# One GPU per supported architecture, for plans without a GPU at hand and for the compile tests. Shared memory: CUDA
-# programming guide, technical specifications per compute capability; bandwidth: NVIDIA data sheets.
-DEVICES = {
-    "sm_80": Device("NVIDIA A100", "sm_80", 108, 163 * KIB, 164 * KIB, 2.039e12),
-    "sm_86": Device("NVIDIA A40", "sm_86", 84, 99 * KIB, 100 * KIB, 0.696e12),
-    "sm_89": Device("NVIDIA L40S", "sm_89", 142, 99 * KIB, 100 * KIB, 0.864e12),
-    "sm_90a": Device("NVIDIA H200", "sm_90a", 132, 227 * KIB, 228 * KIB, 4.8e12),
-    "sm_100a": Device("NVIDIA B200", "sm_100a", 148, 227 * KIB, 228 * KIB, 8.0e12),
-    "sm_120a": Device("NVIDIA RTX PRO 6000", "sm_120a", 188, 99 * KIB, 100 * KIB, 1.792e12),
-}
-
-
-_FIRST_SPECIFIC_ARCH = 9
-
-
-def arch_of(major: int, minor: int) -> str:
-    """NVRTC architecture of a compute capability; from 9.0 on the one with the chip's own instructions."""
-    return f"sm_{major}{minor}{'a' if major >= _FIRST_SPECIFIC_ARCH else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,30 +307,6 @@ def shipped_configs(device: Device) -> list[Config]:
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
     configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
     return configs
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeProblem:
-    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence: its length is known to the device only."""
-
-    dtype: Dtype
-    kv_format: KvFormat
-    batch: int
-    seqlen_q: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_kv_len: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows per KV head."""
-        return self.seqlen_q * self.group
 
 
 @dataclass(frozen=True)

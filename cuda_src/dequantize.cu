@@ -30,17 +30,13 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p, float (&le
   const u32 step = gridDim.x * cfg::NUM_WARPS * BLOCKS_PER_WARP;
   for (u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * BLOCKS_PER_WARP; first < num_blocks;
        first += step) {
-    const u32 wanted = first + lane / tbq4::LANES;
-    const bool inside = wanted < num_blocks;
-    const u32 block = inside ? wanted : first;
-    const u32 row = block / BLOCKS_PER_ROW, part = block % BLOCKS_PER_ROW;
-    const u32 dim = part * cfg::BLOCK + sub * tbq4::VALUES;
-    const u32 head = row % p.heads, token = row / p.heads, i1 = token % p.dim1, i0 = token / p.dim1;
+    const tbq4::Place<BLOCKS_PER_ROW> at(first, num_blocks, lane, p.heads, p.dim1);
 
-    const u8* codes =
-        p.codes + i0 * p.codes_stride_dim0 + i1 * p.codes_stride_dim1 + head * p.codes_stride_head + dim / 2;
-    const u8* norms = p.norms + i0 * p.norms_stride_dim0 + i1 * p.norms_stride_dim1 + head * p.norms_stride_head;
-    const float norm = ptx::to_float(reinterpret_cast<const Half*>(norms)[part]);
+    const u8* codes = p.codes + at.i0 * p.codes_stride_dim0 + at.i1 * p.codes_stride_dim1 +
+                      at.head * p.codes_stride_head + at.dim / 2;
+    const u8* norms =
+        p.norms + at.i0 * p.norms_stride_dim0 + at.i1 * p.norms_stride_dim1 + at.head * p.norms_stride_head;
+    const float norm = ptx::to_float(reinterpret_cast<const Half*>(norms)[at.part]);
     float x[tbq4::VALUES];
 #pragma unroll
     for (int word = 0; word < tbq4::CODE_BYTES / 4; ++word) {
@@ -52,10 +48,10 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p, float (&le
 #pragma unroll
     for (int j = 0; j < tbq4::VALUES; ++j) {
       x[j] *= signs.second[j] * norm;
-      if (p.mean != nullptr) x[j] += __ldg(p.mean + head * cfg::HEAD_DIM + dim + j);
+      if (p.mean != nullptr) x[j] += __ldg(p.mean + at.head * cfg::HEAD_DIM + at.dim + j);
     }
-    if (!inside) continue;
-    u8* out = p.out + (static_cast<i64>(row) * cfg::HEAD_DIM + dim) * static_cast<i64>(sizeof(Out));
+    if (!at.inside) continue;
+    u8* out = p.out + (static_cast<i64>(at.row) * cfg::HEAD_DIM + at.dim) * static_cast<i64>(sizeof(Out));
     if constexpr (sizeof(Out) == 4) {
 #pragma unroll
       for (int i = 0; i < tbq4::VALUES / 4; ++i) {

@@ -50,17 +50,13 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, float (&square
   const u32 step = gridDim.x * cfg::NUM_WARPS * BLOCKS_PER_WARP;
   for (u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * BLOCKS_PER_WARP; first < num_blocks;
        first += step) {
-    const u32 wanted = first + lane / tbq4::LANES;
-    const bool inside = wanted < num_blocks;
-    const u32 block = inside ? wanted : first;  // lanes past the end repeat a block, for the shuffles' sake
-    const u32 row = block / BLOCKS_PER_ROW, dim = block % BLOCKS_PER_ROW * cfg::BLOCK + sub * tbq4::VALUES;
-    const u32 head = row % p.heads, token = row / p.heads, i1 = token % p.dim1, i0 = token / p.dim1;
+    const tbq4::Place<BLOCKS_PER_ROW> at(first, num_blocks, lane, p.heads, p.dim1);
 
     float x[tbq4::VALUES];
-    load(x, p.x + i0 * p.x_stride_dim0 + i1 * p.x_stride_dim1 + head * p.x_stride_head + dim * sizeof(In));
+    load(x, p.x + at.i0 * p.x_stride_dim0 + at.i1 * p.x_stride_dim1 + at.head * p.x_stride_head + at.dim * sizeof(In));
     if (p.mean != nullptr) {
 #pragma unroll
-      for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(p.mean + head * cfg::HEAD_DIM + dim + j);
+      for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(p.mean + at.head * cfg::HEAD_DIM + at.dim + j);
     }
     float sum = 0.f;
 #pragma unroll
@@ -86,8 +82,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, float (&square
     }
     // The decoded block gets the norm of the row.
     const float stored = norm / sqrtf(tbq4::block_sum(length));
-    if (!inside) continue;
-    u8* target = p.codes + static_cast<i64>(row) * (cfg::HEAD_DIM / 2) + dim / 2;
+    if (!at.inside) continue;
+    u8* target = p.codes + static_cast<i64>(at.row) * (cfg::HEAD_DIM / 2) + at.dim / 2;
     if constexpr (tbq4::CODE_BYTES == 8) {
       *reinterpret_cast<uint2*>(target) = make_uint2(codes[0], codes[tbq4::CODE_BYTES / 4 - 1]);
     } else {
@@ -101,7 +97,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, float (&square
         half = MAX_HALF;
         atomicAdd(p.clamped, 1);
       }
-      p.norms[block] = half;
+      p.norms[at.block] = half;
     }
   }
 }

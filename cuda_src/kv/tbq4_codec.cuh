@@ -16,6 +16,27 @@ constexpr int VALUES = cfg::BLOCK / LANES;
 constexpr int CODE_BYTES = VALUES / 2;  // of one lane
 static_assert(VALUES == 8 || VALUES == 16, "blocks have 64 or 128 values");
 
+// Where a lane works: rows are [dim0, dim1, heads], a row has PER_ROW blocks, a warp takes the four blocks from `first`
+// on.
+template <u32 PER_ROW>
+struct Place {
+  u32 block, row, part;  // part: which block of the row
+  u32 dim;               // first value of this lane in the row
+  u32 head, i1, i0;
+  bool inside;  // lanes past the end repeat a block, for the shuffles' sake, and write nothing
+
+  __device__ __forceinline__ Place(u32 first, u32 num_blocks, u32 lane, u32 heads, u32 dim1) {
+    inside = first + lane / LANES < num_blocks;
+    block = inside ? first + lane / LANES : first;
+    row = block / PER_ROW;
+    part = block % PER_ROW;
+    dim = part * cfg::BLOCK + lane % LANES * VALUES;
+    head = row % heads;
+    i1 = row / heads % dim1;
+    i0 = row / heads / dim1;
+  }
+};
+
 // Sum over the eight lanes of a block, the same in each.
 __device__ __forceinline__ float block_sum(float x) {
 #pragma unroll

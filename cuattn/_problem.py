@@ -1,0 +1,31 @@
+"""The sizes of a call, from which it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._kinds import Dtype, KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProblem:
+    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence: its length is known to the device only."""
+
+    dtype: Dtype
+    kv_format: KvFormat
+    batch: int
+    seqlen_q: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_kv_len: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows per KV head."""
+        return self.seqlen_q * self.group

@@ -239,8 +239,9 @@ class DecodeTile:
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
 # registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
-# 16 keys only. Measured on an H200 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json): 64 KB in flight, that is
-# (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not; so rings of about 96 KB.
+# 16 keys only. Measured on an H200 at head_dim 128 and 256 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json):
+# 64 KB in flight, that is (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not;
+# so rings of about 96 KB, for the other head_dims by analogy.
 _DECODE_LARGE = {
     (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
     (64, 2): DecodeTile(32, 6, 4),
@@ -363,21 +364,9 @@ class DecodePlan:
         return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 2) * 4
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V of full sequences."""
-        p = self.problem
-        return 2 * p.batch * p.num_kv_heads * p.max_kv_len * self.config.row_bytes
-
-    @property
-    def flops(self) -> int:
-        """Multiply-adds counted as two, for full sequences and without masks."""
-        p = self.problem
-        return 4 * p.batch * p.seqlen_q * p.num_qo_heads * p.head_dim * p.max_kv_len
-
-    @property
     def roof_us(self) -> float:
         """Microseconds to read K and V at the data sheet's bandwidth; 0 if that is unknown."""
-        return self.kv_bytes / self.device.bandwidth * 1e6 if self.device.bandwidth else 0.0
+        return self.problem.kv_bytes / self.device.bandwidth * 1e6 if self.device.bandwidth else 0.0
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
@@ -389,7 +378,7 @@ class DecodePlan:
             f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
             f"  splits     {self.num_splits}: {self.reason}",
             f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
-            f"  traffic    {self.kv_bytes / 1e6:.1f} MB of K and V, {self.flops / 1e9:.2f} GFLOP{roof}",
+            f"  traffic    {self.problem.kv_bytes / 1e6:.1f} MB of K and V, {self.problem.flops / 1e9:.2f} GFLOP{roof}",
         ]
         lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"

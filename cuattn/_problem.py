@@ -29,3 +29,13 @@ class DecodeProblem:
     def rows(self) -> int:
         """Query rows per KV head."""
         return self.seqlen_q * self.group
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of full sequences."""
+        return 2 * self.batch * self.num_kv_heads * self.max_kv_len * self.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, for full sequences and without masks."""
+        return 4 * self.batch * self.seqlen_q * self.num_qo_heads * self.head_dim * self.max_kv_len

@@ -211,9 +211,9 @@ def test_norms_are_kept_to_the_rounding_of_float16(rows: Rows) -> None:
     assume(norm.max() < 57000)
     got = norms_of(blocks_of(round_trip(rows.array())))
     normal = norm > 2.0**-13
-    np.testing.assert_allclose(got[normal], norm[normal], rtol=2.0**-11 + 1e-6)
+    np.testing.assert_allclose(got[normal], norm[normal], rtol=2.0**-11 + 1e-6)  # half an ulp, and float32
     # Below, float16 has a fixed step; a decoded block is at most 1.2 times as long as its stored norm.
-    np.testing.assert_allclose(got[~normal], norm[~normal], rtol=0, atol=1.2 * 2.0**-25 + 1e-9)
+    np.testing.assert_allclose(got[~normal], norm[~normal], rtol=0, atol=1.2 * 2.0**-25 + 1e-9)  # half a step
 
 
 @given(
@@ -266,7 +266,8 @@ def test_rotation_equals_explicit_butterflies_block_by_block(rows: Rows) -> None
     x = rows.array().astype(np.float64)
     want = np.array([rotate_by_hand(block) for block in blocks_of(x)]).reshape(x.shape)
     # A coordinate is a sum of at most 128 terms, whose roundings are relative to the row's norm.
-    np.testing.assert_allclose(reference.rotate(x), want, rtol=0, atol=128 * ulp(norms_of(x).max(), np.float64))
+    rounding = 128 * ulp(norms_of(x).max(), np.float64)
+    np.testing.assert_allclose(reference.rotate(x), want, rtol=0, atol=rounding)  # one ulp of the norm for each term
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -274,11 +275,11 @@ def test_rotation_is_orthogonal_and_its_inverse_is_itself_with_the_signs_exchang
     block, eye = min(head_dim, 128), np.eye(head_dim)
     matrix, inverse = reference.rotate(eye), reference.unrotate(eye)
     # Entries are 0 or block ** -0.5; sums of up to 128 products of them, in float64.
-    np.testing.assert_allclose(matrix @ matrix.T, eye, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(matrix @ matrix.T, eye, rtol=0, atol=1e-14)  # 128 roundings of 2^-53 at most
     np.testing.assert_array_equal(inverse, matrix.T)
     signs1, signs2 = (np.array([sign(table, j % block) for j in range(head_dim)]) for table in (0, 1))
     exchanged = signs1 * reference.rotate(eye * signs1 * signs2) * signs2
-    np.testing.assert_allclose(inverse, exchanged, rtol=0, atol=1e-16)
+    np.testing.assert_allclose(inverse, exchanged, rtol=0, atol=1e-16)  # products by 1 and -1 only
     assert not np.allclose(reference.rotate(matrix), eye)
     # Values of one block do not reach another.
     outside = ~np.kron(np.eye(head_dim // block), np.ones((block, block))).astype(bool)
@@ -293,9 +294,12 @@ def test_unrotate_undoes_rotate_and_dot_products_survive(rows: Rows) -> None:
     x = rows.array().astype(np.float64)
     y = np.random.default_rng(rows.seed + 1).standard_normal(x.shape)
     rounding = 128 * ulp(norms_of(x).max(), np.float64)
-    np.testing.assert_allclose(reference.unrotate(reference.rotate(x)), x, rtol=0, atol=rounding)
+    np.testing.assert_allclose(
+        reference.unrotate(reference.rotate(x)), x, rtol=0, atol=rounding
+    )  # one ulp of the norm for each term
     dots = (reference.rotate(x) * reference.rotate(y)).sum(axis=-1)
-    np.testing.assert_allclose(dots, (x * y).sum(axis=-1), rtol=0, atol=4 * rounding * norms_of(y).max())
+    bound = 4 * rounding * norms_of(y).max()  # both rotations and both sums
+    np.testing.assert_allclose(dots, (x * y).sum(axis=-1), rtol=0, atol=bound)  # as derived above
 
 
 @given(rows=rows())

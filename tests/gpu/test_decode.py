@@ -613,7 +613,7 @@ def test_threads_with_streams_of_their_own_do_not_disturb_each_other() -> None:
 
 def second_device() -> int:
     if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(reason="needs two GPUs")
     return 1
 
 
@@ -770,7 +770,7 @@ def large() -> Any:
     """Two pools of 8 GiB, 2^32 elements each, of NaN."""
     free = cupy.cuda.runtime.memGetInfo()[0]
     if free < 20 * GIB:
-        pytest.skip(f"needs 20 GiB of free GPU memory, there are {free / GIB:.0f}")
+        pytest.skip(reason=f"needs 20 GiB of free GPU memory, there are {free / GIB:.0f}")
     pools = [cupy.empty(8 * GIB // 2, np.uint16) for _ in range(2)]
     for pool in pools:
         pool.fill(NAN16)

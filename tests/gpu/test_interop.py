@@ -46,7 +46,7 @@ def on_gpu(array: cupy.ndarray) -> bool:
 def torch_on_gpu() -> Any:
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     if not torch.cuda.is_available():
-        pytest.skip("needs PyTorch with CUDA")
+        pytest.skip(reason="needs PyTorch with CUDA")
     return torch
 
 
@@ -71,14 +71,14 @@ def to_jax(x: Any) -> Any:
     try:
         device = jax.devices("gpu")[0]
     except RuntimeError:
-        pytest.skip("needs JAX with CUDA")
+        pytest.skip(reason="needs JAX with CUDA")
     return jax.device_put(x, device) if isinstance(x, np.ndarray) else x
 
 
 def to_numba(x: Any) -> Any:
     cuda = pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     if not cuda.is_available():
-        pytest.skip("needs numba-cuda with a CUDA device")
+        pytest.skip(reason="needs numba-cuda with a CUDA device")
     return cuda.to_device(x) if isinstance(x, np.ndarray) else x
 
 
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_an_array_of_others_is_named(kind: type) -> None:
 def test_arrays_of_others_on_a_device_that_is_not_current_are_used_where_they_lie(wrap: Any) -> None:
     """Nothing is copied to the current device, and `out` is filled in place."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(reason="needs two GPUs")
     with cupy.cuda.Device(1):
         q, k_cache, v_cache, kv_len = map(cupy.asarray, PROBLEM.arrays())
         options = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in PROBLEM.options().items()}

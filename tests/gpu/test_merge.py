@@ -351,7 +351,7 @@ def test_offsets_beyond_4_gib_are_merged() -> None:
     gib = 1 << 30
     free = cupy.cuda.runtime.memGetInfo()[0]
     if free < 13 * gib:
-        pytest.skip(f"needs 13 GiB of free GPU memory, there are {free / gib:.0f}")
+        pytest.skip(reason=f"needs 13 GiB of free GPU memory, there are {free / gib:.0f}")
     out_partial, lse_partial = parts = parts_of(2, 5, 4, 128, dtype="float16")
     pool = cupy.empty((2, 6 * gib // (2 * 128), 128), np.uint16)
     pool.fill(NAN16)

@@ -7,9 +7,11 @@ import numpy as np
 from simt import harness
 from strategies import Problem
 
-from cuattn import _check, _decode, _jit, _merge, _plan
+from cuattn import _check, _decode, _jit, _merge, _plan, _quantize, _tbq4
 
 H200 = _plan.DEVICES["sm_90a"]
+# So few that a warp takes several rounds.
+TWO_SMS = _plan.Device("two SMs", "sm_80", 2, 163 * 1024, 164 * 1024)
 
 
 def build(config: _plan.Config, patches: Sequence[tuple[str, str, str]] = ()) -> harness.Module:
@@ -78,4 +80,26 @@ def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
     return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)
 
 
-__all__ = ["H200", "build", "decode", "decode_arrays", "merge_arrays"]
+def _launch(config: _plan.QuantizeConfig, rows: np.ndarray, params: np.ndarray, seed: int) -> None:
+    threads = (config.num_warps * _plan.WARP, 1, 1)
+    grid = config.grid(rows.size // _tbq4.block_of(config.head_dim), TWO_SMS)
+    build(config).launch(f"{config.kernel}_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
+
+
+def quantize(x: np.ndarray, mean: np.ndarray | None = None, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """Run quantize.cu; codes start as 0xee bytes and norms as NaN, so that what is not written shows."""
+    block = _tbq4.block_of(x.shape[-1])
+    codes = np.full((*x.shape[:-1], x.shape[-1] // 2), 0xEE, np.uint8)
+    norms = np.full((*x.shape[:-1], x.shape[-1] // block), np.nan, np.float16)
+    clamped = np.zeros(1, np.int32)
+    _launch(_quantize.quantize_config(x), x, _quantize.quantize_params(x, codes, norms, clamped, mean), seed)
+    return codes, norms, int(clamped[0])
+
+
+def dequantize(
+    codes: np.ndarray, norms: np.ndarray, dtype: np.dtype, mean: np.ndarray | None = None, seed: int = 0
+) -> np.ndarray:
+    """Run dequantize.cu; the result starts as NaN."""
+    out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
+    _launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
+    return out

@@ -1,4 +1,4 @@
-"""decode.cu and merge.cu under AddressSanitizer and UBSan; run by test_decode.py in a process of its own.
+"""The kernels under AddressSanitizer and UBSan; run by test_decode.py in a process of its own.
 
 With the argument ``overrun`` a read past the end of the page table is planted, which must end the process.
 """
@@ -11,8 +11,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from simt import product  # noqa: E402  after the path
-from strategies import Problem  # noqa: E402
-from tolerance import assert_decode  # noqa: E402
+from strategies import DTYPES, Problem  # noqa: E402
+from tolerance import assert_blocks, assert_decode  # noqa: E402
 
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, sinks=True),
@@ -53,7 +53,18 @@ def main() -> None:
             if problem.seqlen_q == 1:
                 out, lse = out[:, 0], lse[:, 0]
             assert_decode(problem, out, lse)
+    for head_dim, dtype in ((64, "float32"), (128, "float16"), (256, "bfloat16")):
+        encode_and_decode(head_dim, dtype)
     sys.stdout.write(f"{len(PROBLEMS)} problems\n")
+
+
+def encode_and_decode(head_dim: int, dtype: str) -> None:
+    """Run quantize.cu and dequantize.cu on rows that fill their allocations to the last byte."""
+    x = np.random.default_rng(head_dim).standard_normal((5, 3, head_dim)).astype(DTYPES[dtype])
+    mean = np.zeros((3, head_dim), np.float32)
+    codes, norms, clamped = product.quantize(x, mean)
+    assert_blocks(x, codes, norms, clamped)
+    assert np.isfinite(product.dequantize(codes, norms, x.dtype, mean).astype(np.float32)).all()
 
 
 if __name__ == "__main__":

@@ -8,33 +8,9 @@ from simt import product
 from strategies import DTYPES
 from tolerance import assert_blocks, ulp
 
-from cuattn import _plan, _quantize, _tbq4, reference
+from cuattn import _tbq4, reference
 
 HEAD_DIMS = (64, 128, 256, 512)
-# So few that a warp takes several rounds.
-TWO_SMS = _plan.Device("two SMs", "sm_80", 2, 163 * 1024, 164 * 1024)
-
-
-def launch(config, rows, params, seed):
-    threads = (config.num_warps * _plan.WARP, 1, 1)
-    grid = config.grid(rows.size // _tbq4.block_of(config.head_dim), TWO_SMS)
-    product.build(config).launch(f"{config.kernel}_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
-
-
-def quantize(x, mean=None, seed=0):
-    """Results start as 0xee bytes, so that what is not written shows."""
-    block = _tbq4.block_of(x.shape[-1])
-    codes = np.full((*x.shape[:-1], x.shape[-1] // 2), 0xEE, np.uint8)
-    norms = np.full((*x.shape[:-1], x.shape[-1] // block), np.nan, np.float16)
-    clamped = np.zeros(1, np.int32)
-    launch(_quantize.quantize_config(x), x, _quantize.quantize_params(x, codes, norms, clamped, mean), seed)
-    return codes, norms, int(clamped[0])
-
-
-def dequantize(codes, norms, dtype, mean=None, seed=0):
-    out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
-    launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
-    return out
 
 
 @given(
@@ -49,7 +25,7 @@ def test_rows_are_encoded_as_the_reference_does(head_dim, dtype, shape, scale, w
     rng = np.random.default_rng(seed)
     x = (scale * rng.standard_normal((*shape, head_dim))).astype(DTYPES[dtype])
     mean = (scale * rng.standard_normal((shape[-1], head_dim))).astype(np.float32) if with_mean else None
-    assert_blocks(x, *quantize(x, mean, seed=seed % 4), mean=mean)
+    assert_blocks(x, *product.quantize(x, mean, seed=seed % 4), mean=mean)
 
 
 @given(
@@ -66,7 +42,7 @@ def test_any_codes_are_decoded_as_the_reference_does(head_dim, dtype, shape, wit
     codes = rng.integers(0, 256, (*shape, head_dim // 2 + 8), np.uint8)[..., 4:-4]
     norms = rng.uniform(0, 100, (*shape, head_dim // block + 1)).astype(np.float16)[..., :-1]
     mean = rng.standard_normal((shape[-1], head_dim)).astype(np.float32) if with_mean else None
-    got = dequantize(codes, norms, DTYPES[dtype], mean, seed=seed % 4)
+    got = product.dequantize(codes, norms, DTYPES[dtype], mean, seed=seed % 4)
     want = reference.dequantize(codes, norms, mean=mean)
     largest = float(np.abs(want).max())
     # Seven butterflies, two scalings and the mean in float32, then one rounding to the dtype.
@@ -82,7 +58,7 @@ def test_golden_blocks_come_out_byte_for_byte():
     one_hot = 3.0 * (j == 5)
     ramp = ((37 * j + 11) % 256 - 128) / 64
     rows = np.stack([one_hot, ramp])[:, None].astype(np.float32)
-    codes, norms, _ = quantize(rows)
+    codes, norms, _ = product.quantize(rows)
     blocks = _tbq4.to_blocks(codes, norms)
     assert blocks[0, 0, :8].tobytes().hex() == "5d424b4bbb44bbb4"
     assert blocks[1, 0, :8].tobytes().hex() == "924a754c7744635c"
@@ -105,7 +81,7 @@ def test_golden_blocks_come_out_byte_for_byte():
 )
 def test_rows_at_the_ends_of_the_format_follow_its_rules(row, norm_bits, clamped):
     x = row.astype(np.float32)[None]
-    codes, norms, count = quantize(x)
+    codes, norms, count = product.quantize(x)
     want = reference.quantize(x)
     assert (int(norms.view(np.uint16)[0, 0]), count) == (norm_bits, clamped)
     assert int(want.norms.view(np.uint16)[0, 0]) == norm_bits
@@ -117,4 +93,4 @@ def test_views_are_read_in_place_and_the_last_warp_may_be_ragged():
     rng = np.random.default_rng(3)
     store = rng.standard_normal((2, 3, 7, 192)).astype(np.float16)
     x = store.transpose(2, 0, 1, 3)[::-1, ..., 32:160]
-    assert_blocks(x, *quantize(x, seed=2))
+    assert_blocks(x, *product.quantize(x, seed=2))

@@ -30,7 +30,7 @@ class SkippedModule(pytest.Module):
 
     def collect(self) -> list[pytest.Item]:
         """Skip the module with the reason."""
-        pytest.skip(gpu_is_missing(), allow_module_level=True)
+        pytest.skip(reason=gpu_is_missing(), allow_module_level=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -56,8 +56,8 @@ def assert_close(problem: Problem, got: tuple[np.ndarray, np.ndarray], want: tup
     magnitude = max(score_magnitude(q, k) for q, k, _ in problem.sequences())
     largest = max(np.abs(v.astype(float)).max(initial=1.0) for _, _, v in problem.sequences())
     bound = 2 * np.finfo(float).eps * (magnitude * (problem.head_dim + 2) + max(problem.kv_len) + 8)
-    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2 * bound * largest)
-    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=bound)
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2 * bound * largest)  # derived above
+    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=bound)  # derived above
 
 
 def sees(problem: Problem, kv_len: int, query: int, key: int) -> bool:
@@ -181,9 +181,9 @@ def test_softmax_scale_zero_gives_the_mean_of_v_and_the_logarithm_of_kv_len(prob
     for b, (_, _, values) in enumerate(problem.sequences()):
         mean = values.astype(float).mean(axis=0) if len(values) else np.zeros(values.shape[1:])
         want = np.broadcast_to(np.repeat(mean, problem.group, axis=0), out[b].shape)
-        np.testing.assert_allclose(out[b], want, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(out[b], want, rtol=0, atol=1e-14)  # sums of some hundred values below 5, two orders
         want_lse = np.log(len(values)) if len(values) else -np.inf
-        np.testing.assert_allclose(lse[b], want_lse, rtol=1e-15)
+        np.testing.assert_allclose(lse[b], want_lse, rtol=1e-15)  # the logarithm of the same exact integer
 
 
 @given(problem=problems(values=("equal",), softcaps=(None,), sinks=(False,)))
@@ -197,8 +197,10 @@ def test_equal_scores_give_the_mean_of_the_visible_values(problem: Problem) -> N
             if keys:
                 score = q[i, h].astype(float) @ k[0, h // problem.group].astype(float) * problem.head_dim**-0.5
                 mean = v[keys, h // problem.group].astype(float).mean(axis=0)
-                np.testing.assert_allclose(out[b, i, h], mean, rtol=0, atol=1e-14)
-                np.testing.assert_allclose(lse[b, i, h], score + np.log(len(keys)), rtol=0, atol=1e-13)
+                np.testing.assert_allclose(out[b, i, h], mean, rtol=0, atol=1e-14)  # as for a scale of zero
+                np.testing.assert_allclose(
+                    lse[b, i, h], score + np.log(len(keys)), rtol=0, atol=1e-13
+                )  # ulp of scores below 100
 
 
 @given(problem=problems(causal=(True,)))

@@ -63,8 +63,8 @@ def test_a_sink_is_one_more_key_with_value_zero(problem: Problem) -> None:
         k[b, length, :, -1] = sinks / scale
     got = reference.attention(q, k, v, kv_len=kv_len + 1, softmax_scale=scale)
     for g, w in zip(got, want, strict=True):
-        # Scores of up to 1e5 in float64.
-        np.testing.assert_allclose(g, w, rtol=1e-13, atol=1e-9)
+        # Scores of up to 1e5 in float64, whose roundings weights amplify.
+        np.testing.assert_allclose(g, w, rtol=1e-13, atol=1e-9)  # ulp(1e5) = 1.5e-11
 
 
 def test_a_row_with_only_a_sink_is_zero_and_its_lse_is_the_sink() -> None:
@@ -75,7 +75,7 @@ def test_a_row_with_only_a_sink_is_zero_and_its_lse_is_the_sink() -> None:
     for attend in (reference.attention, tiled, reference.attention_same_precision):
         out, lse = attend(q.astype(np.float16), empty.astype(np.float16), empty.astype(np.float16), sinks=sinks)
         np.testing.assert_array_equal(out, np.zeros_like(out))
-        np.testing.assert_allclose(lse[0, 0], sinks, rtol=1e-6)
+        np.testing.assert_allclose(lse[0, 0], sinks, rtol=1e-6)  # one of the three is float32
     key = np.ones((1, 3, 2, 4))
     with_sinks, without = (reference.attention(q, key, key, sinks=x) for x in (sinks, None))
     assert with_sinks[1][0, 0, 1] == without[1][0, 0, 1]
@@ -145,11 +145,11 @@ def test_a_part_without_keys_has_no_weight_whatever_it_holds(lse: list[float], s
         np.testing.assert_array_equal(merged, -np.inf)
     else:
         want = reference.merge(out_partial[~empty[:, 0]], lse_partial[~empty[:, 0]])
-        np.testing.assert_allclose(out, want[0], rtol=1e-15, atol=1e-15)
-        np.testing.assert_allclose(merged, want[1], rtol=1e-15)
+        np.testing.assert_allclose(out, want[0], rtol=1e-15, atol=1e-15)  # the same sums, zeros aside
+        np.testing.assert_allclose(merged, want[1], rtol=1e-15)  # the same
         weights = np.exp(lse_partial - lse_partial.max())[~empty[:, 0]]
         mean = (weights[..., None] * out_partial[~empty[:, 0]]).sum(axis=0) / weights.sum()
-        np.testing.assert_allclose(out, mean, rtol=1e-14, atol=1e-14)
+        np.testing.assert_allclose(out, mean, rtol=1e-14, atol=1e-14)  # a few sums and a quotient of float64
 
 
 def test_merge_keeps_nan_visible_and_gives_no_part_an_empty_row() -> None:
@@ -174,7 +174,7 @@ def test_out_is_filled_in_its_own_dtype_and_returned() -> None:
     np.testing.assert_array_equal(out[:, 0], want.astype(np.float16))
     merged = np.zeros((1, 1, 4), np.float32)
     assert reference.merge(out, np.zeros((2, 1, 1)), out=merged)[0] is merged
-    np.testing.assert_allclose(merged[0, 0], out.astype(float).mean(axis=(0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(merged[0, 0], out.astype(float).mean(axis=(0, 1, 2)), rtol=1e-6)  # stored in float32
     for call in (partial(reference.decode, q, k, v, kv_len), partial(reference.merge, out, np.zeros((2, 1, 1)))):
         with pytest.raises(ValueError, match="out must have shape"):
             call(out=np.zeros(3))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _arrays, _check_tbq4, _jit, _params, _plan, _tbq4, reference
+from . import _arrays, _check, _jit, _params, _plan, _tbq4, reference
 from ._arrays import Array
 
 
@@ -39,7 +39,7 @@ class Tbq4Array:
     clamped: Any = 0
 
     def __post_init__(self) -> None:
-        codes, norms, mean = _check_tbq4.planes(self.codes, self.norms, self.mean)
+        codes, norms, mean = _check.planes(self.codes, self.norms, self.mean)
         for name, value in (("codes", codes), ("norms", norms), ("mean", mean)):
             object.__setattr__(self, name, value)
 
@@ -120,7 +120,7 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
     NumPy arrays run the reference on the CPU, GPU arrays the kernel on their device and its current CuPy stream. The
     two differ where float32 sums in another order move a value over a boundary between two levels.
     """
-    x, mean = _check_tbq4.quantize(x, mean)
+    x, mean = _check.quantize(x, mean)
     if not _arrays.is_gpu(x):
         return Tbq4Array(*_with_mean(reference.quantize(x, mean=mean, strict=strict), mean))
     cupy = _arrays.import_cupy()
@@ -163,7 +163,7 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     """
     if not isinstance(t, Tbq4Array):
         raise TypeError(f"t must be a Tbq4Array, got {type(t).__name__}")
-    wanted = _check_tbq4.result_dtype(dtype, t.codes)
+    wanted = _check.result_dtype(dtype, t.codes)
     if not _arrays.is_gpu(t.codes):
         with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
             return np.asarray(reference.dequantize(t.codes, t.norms, mean=t.mean)).astype(wanted)

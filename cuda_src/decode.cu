@@ -38,7 +38,7 @@ struct Smem {
   float l[cfg::NUM_WARPS][ROWS];
   float weight[cfg::NUM_WARPS][ROWS];  // of a warp's o in the result
 };
-static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan.py and decode.cu disagree on shared memory");
+static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and decode.cu disagree on shared memory");
 static_assert(sizeof(DecodeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 // What one CTA works on.

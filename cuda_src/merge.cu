@@ -20,7 +20,7 @@ struct Smem {
   float max[cfg::NUM_WARPS];
   float sum[cfg::NUM_WARPS];
 };
-static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan.py and merge.cu disagree on shared memory");
+static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and merge.cu disagree on shared memory");
 static_assert(sizeof(MergeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 // Four elements from or to global memory.

@@ -17,7 +17,7 @@ constexpr u32 FULL_MASK = 0xffffffffu;
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 
-// Values as in cuattn/_plan.py, which prints them by name.
+// Values as in cuattn/_kinds.py, which prints them by name.
 enum class Dtype { FP16, BF16, FP32 };
 enum class KvFormat { RAW16 };
 // What comes with a partial result: its lse, and the result normalized; or its softmax state (m, l), and the bare sum.

@@ -1,4 +1,4 @@
-"""Argument checks of `quantize`, `dequantize` and `Tbq4Array`, as `_check` has those of the rest. Writes nothing."""
+"""Argument checks of `quantize`, `dequantize` and `Tbq4Array`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _check, _tbq4
-from ._arrays import Array, as_array, is_gpu, place
+from cuattn import _tbq4
+from cuattn._arrays import Array, as_array, is_gpu, place
+from cuattn._check.arguments import require_dtype, require_rank, require_rows
 
 _RANKS = (2, 3, 4)
 # The kernels count blocks in 32 bits, with room for a step past the end.
@@ -26,7 +27,7 @@ def _mean(mean: Array | None, x: Array, head_dim: int) -> Array | None:
     wanted = (x.shape[-2], head_dim)
     if mean.shape != wanted:
         raise ValueError(f"mean must have shape {wanted} (one vector per KV head), got {mean.shape}")
-    _check.require_dtype("mean", mean, ("float32",))
+    require_dtype("mean", mean, ("float32",))
     return mean
 
 
@@ -39,12 +40,12 @@ def _count(name: str, shape: tuple[int, ...], head_dim: int) -> None:
 def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
     """Check the arguments of `quantize` and return them as arrays."""
     x = as_array("x", x)
-    _check.require_rank("x", x, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim)")
-    _check.require_dtype("x", x, _DTYPES[is_gpu(x)])
+    require_rank("x", x, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim)")
+    require_dtype("x", x, _DTYPES[is_gpu(x)])
     if x.shape[-1] not in _tbq4.HEAD_DIMS:
         supported = ", ".join(map(str, _tbq4.HEAD_DIMS))
         raise ValueError(f"x has head_dim {x.shape[-1]}; supported for TBQ4: {supported}")
-    _check.require_rows("x", x)
+    require_rows("x", x)
     _count("x", x.shape, x.shape[-1])
     return x, _mean(mean, x, x.shape[-1])
 
@@ -52,9 +53,9 @@ def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
 def planes(codes: Array, norms: Array, mean: Array | None) -> tuple[Array, Array, Array | None]:
     """Check the parts of a `Tbq4Array` and return them as arrays."""
     codes, norms = as_array("codes", codes), as_array("norms", norms)
-    _check.require_rank("codes", codes, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim / 2)")
-    _check.require_dtype("codes", codes, ("uint8",))
-    _check.require_dtype("norms", norms, ("float16",))
+    require_rank("codes", codes, _RANKS, "([batch, [tokens,]] num_kv_heads, head_dim / 2)")
+    require_dtype("codes", codes, ("uint8",))
+    require_dtype("norms", norms, ("float16",))
     head_dim = 2 * codes.shape[-1]
     if head_dim not in _tbq4.HEAD_DIMS:
         supported = ", ".join(str(d // 2) for d in _tbq4.HEAD_DIMS)

@@ -1,48 +1,17 @@
-"""Every tile, stage, split and shared-memory size, as pure functions of a problem and a device.
-
-Three words: a *config* holds the compile-time constants of one kernel (one cubin each), a *plan* is one launch, and the
-parameter structs (`_params`) are the kernel's arguments. Nothing here imports CuPy, so a plan for any GPU can be made
-and tested anywhere. The CUDA sources assert what is computed here.
-"""
+"""Tiles, stages, shared memory and splits of `decode.cu`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import numpy as np
+from cuattn import _params
+from cuattn._device import KIB, Device
+from cuattn._kinds import Dtype, KvFormat
+from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
+from cuattn._problem import DecodeProblem
 
-from . import _params, _tbq4
-from ._device import DEVICES, KIB, Device, arch_of
-from ._kinds import Dtype, KvFormat, Parts
-from ._problem import DecodeProblem
-
-# Others take these from here: a plan is made of them.
-__all__ = ["DEVICES", "DecodeProblem", "Device", "Dtype", "KvFormat", "Parts", "arch_of"]
-
-
-HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-MAX_GROUP = 64
-MAX_SEQLEN_Q = 16
-# Bounds the workspace (num_splits float32 copies of the output); 512 splits fill any GPU from a single KV head.
-MAX_SPLITS = 512
-# Key positions are int32 in the kernels, with room for position + window.
-MAX_KV_LEN = 2**30
-WARP = 32
-REGISTERS_PER_SM = 65536
 Q_REGISTER_LIMIT = 128
-# CUDA's limit on gridDim.y and gridDim.z.
-MAX_GRID_YZ = 65535
-
-
-def align(n: int, to: int) -> int:
-    """Round `n` up to a multiple of `to`."""
-    return -(-n // to) * to
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Quotient rounded up."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,102 +102,6 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeConfig:
-    """Compile-time choices of ``merge.cu``: dtypes and kind of the parts, head_dim, warps, CTAs on an SM."""
-
-    in_dtype: Dtype
-    out_dtype: Dtype
-    head_dim: int
-    parts: Parts = Parts.LSE
-    num_warps: int = 4
-    ctas_per_sm: int = 8
-
-    kernel = "merge"
-
-    def describe(self) -> str:
-        """One line for people."""
-        parts = f"{self.in_dtype.value} parts with {self.parts.value}"
-        return f"{parts}, {self.out_dtype.value} result, head_dim {self.head_dim}"
-
-    @property
-    def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in merge.cu, which asserts it: o, max and sum of every warp."""
-        return self.num_warps * (self.head_dim + 2) * 4
-
-    def constants(self) -> dict[str, object]:
-        """Values of ``namespace cfg`` in the order printed."""
-        return {
-            "IN_DTYPE": self.in_dtype,
-            "OUT_DTYPE": self.out_dtype,
-            "PARTS": self.parts,
-            "HEAD_DIM": self.head_dim,
-            "NUM_WARPS": self.num_warps,
-            "CTAS_PER_SM": self.ctas_per_sm,
-            "SMEM_BYTES": self.smem_bytes,
-            "PARAMS_BYTES": _params.MERGE.itemsize,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeConfig:
-    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``: dtype of the rows, head_dim, warps, CTAs."""
-
-    dtype: Dtype
-    head_dim: int
-    encode: bool
-    # A thread keeps 32 signs and 16 values: 170 registers for each of twelve warps.
-    num_warps: int = 4
-    ctas_per_sm: int = 3
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel and its file."""
-        return "quantize" if self.encode else "dequantize"
-
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory: a table of 8 squares of levels, or of 16 levels, with a copy for each lane."""
-        return (8 if self.encode else 16) * WARP * 4
-
-    @property
-    def blocks_per_cta(self) -> int:
-        """Blocks of values of one CTA: a warp holds four, eight lanes each."""
-        return 4 * self.num_warps
-
-    def grid(self, num_blocks: int, device: Device) -> tuple[int, int, int]:
-        """CTAs of a launch over `num_blocks` blocks of values: what the device holds at once, or fewer."""
-        return (min(ceil_div(num_blocks, self.blocks_per_cta), self.ctas_per_sm * device.num_sms), 1, 1)
-
-    def describe(self) -> str:
-        """One line for people."""
-        return f"{self.dtype.value} rows, TBQ4, head_dim {self.head_dim}"
-
-    def constants(self) -> dict[str, object]:
-        """Values of ``namespace cfg`` in the order printed."""
-        block = _tbq4.block_of(self.head_dim)
-        levels = _tbq4.codebook(block)[8:]
-        ends: dict[str, object] = (
-            {"IN_DTYPE": self.dtype, "MIN_NORM": _tbq4.MIN_NORM, "LEVELS_SQUARED": tuple(map(float, np.square(levels)))}
-            if self.encode
-            else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
-        )
-        return ends | {
-            "HEAD_DIM": self.head_dim,
-            "NUM_WARPS": self.num_warps,
-            "CTAS_PER_SM": self.ctas_per_sm,
-            "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
-            "BLOCK": block,
-            "ROOT": float(np.float32(block**-0.5)),
-            "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
-            "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
-            "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),
-        }
-
-
-Config = DecodeConfig | MergeConfig | QuantizeConfig
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeTile:
     """A row of the tile tables; see `DecodeConfig`."""
 
@@ -283,7 +156,7 @@ def decode_tiles(device: Device) -> dict[tuple[int, int], DecodeTile]:
     return _DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL
 
 
-def _config(dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device) -> DecodeConfig:
+def config_of(dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device) -> DecodeConfig:
     tile = decode_tiles(device)[head_dim, row_tiles]
     config = DecodeConfig(dtype, kv_format, head_dim, row_tiles, tile.tile_kv, tile.num_stages, tile.num_warps)
     # A thread may have 255 registers, allocated as 256.
@@ -296,21 +169,7 @@ def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, d
     """Config for `rows` query rows per KV head: the fewest row tiles that hold them, else the most there are."""
     choices = sorted(row_tiles for dim, row_tiles in decode_tiles(device) if dim == head_dim)
     row_tiles = next((n for n in choices if 8 * n >= rows), choices[-1])
-    return _config(dtype, kv_format, head_dim, row_tiles, device)
-
-
-def shipped_configs(device: Device) -> list[Config]:
-    """Every config that `decode` and `merge` can ask for on a device."""
-    configs: list[Config] = []
-    for dtype in (Dtype.FP16, Dtype.BF16):
-        for head_dim, row_tiles in decode_tiles(device):
-            configs.append(_config(dtype, KvFormat.RAW16, head_dim, row_tiles, device))
-        for head_dim in HEAD_DIMS:
-            configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
-            configs.append(MergeConfig(dtype, dtype, head_dim))
-    configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
-    configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
-    return configs
+    return config_of(dtype, kv_format, head_dim, row_tiles, device)
 
 
 @dataclass(frozen=True)

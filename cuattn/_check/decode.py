@@ -1,0 +1,252 @@
+"""Checks of the arguments of `decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuattn import _plan
+from cuattn._arrays import Array, as_array, dtype_name, is_gpu, place
+from cuattn._check.arguments import (
+    CPU_DTYPES,
+    GPU_DTYPES,
+    flag,
+    integer,
+    number_of,
+    require_dtype,
+    require_float32,
+    require_head_dim,
+    require_one_place,
+    require_out,
+    require_rank,
+    require_rows,
+    require_shape,
+    require_words,
+    window_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """Checked arguments of `decode`. Arrays are NumPy arrays or CuPy arrays, all in one place but `kv_len`.
+
+    Attributes
+    ----------
+    q, out : array, shape (batch, seqlen_q, num_qo_heads, head_dim)
+        `out` is None if it must be allocated.
+    k_cache, v_cache : array, shape (num_pages, page_size, num_kv_heads, head_dim)
+    kv_len : array, shape (batch,), int32
+        A NumPy array also where the others are on a GPU, if the caller had the lengths on the host.
+    page_table : array, shape (batch, max_pages), int32, or None
+        None: page b is all of sequence b.
+    sinks : array, shape (num_qo_heads,), float, or None
+    window : tuple of int
+        Left and right, -1 for unbounded; not yet narrowed by `causal`.
+    causal, softcap, softmax_scale, num_splits
+        As in `decode`; `softcap` 0 means none.
+    one_token : bool
+        Whether the caller's q has no axis of query tokens.
+    """
+
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    kv_len: Array
+    page_table: Array | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    sinks: Array | None
+    softmax_scale: float
+    num_splits: int | None
+    out: Array | None
+    one_token: bool
+
+    @property
+    def problem(self) -> _plan.DecodeProblem:
+        """Sizes for the plan; 16-bit dtypes only."""
+        batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
+        return _plan.DecodeProblem(
+            dtype=_plan.Dtype(dtype_name(self.q)),
+            kv_format=_plan.KvFormat.RAW16,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=self.k_cache.shape[2],
+            head_dim=head_dim,
+            max_kv_len=self.max_pages * self.k_cache.shape[1],
+        )
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a sequence."""
+        return 1 if self.page_table is None else int(self.page_table.shape[1])
+
+
+def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: bool) -> Array:
+    if kv_len is None or isinstance(kv_len, (bool, str, bytes, float, np.floating)):
+        msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r} ({type(kv_len).__name__})"
+        raise TypeError(msg)
+    if isinstance(kv_len, (int, np.integer)):
+        high = capacity if contents else 2**63 - 1
+        lengths = np.full(batch, integer("kv_len", kv_len, 0 if contents else -(2**63), high), np.int64)
+    elif isinstance(kv_len, Sequence):
+        try:
+            lengths = np.asarray(kv_len) if kv_len else np.zeros(0, np.int32)
+        except ValueError:
+            msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r}"
+            raise ValueError(msg) from None
+    else:
+        lengths = as_array("kv_len", kv_len)
+    require_shape("kv_len", lengths, (batch,), "one length a sequence")
+    if is_gpu(lengths):
+        if not gpu:
+            msg = f"kv_len is on {place(lengths)}, q on cpu; all arrays must be on one device"
+            raise ValueError(msg)
+        require_dtype("kv_len", lengths, ("int32",))
+        require_words("kv_len", lengths)
+        return lengths
+    if lengths.dtype.kind not in "iu":
+        msg = f"kv_len must be of an integer dtype, got {dtype_name(lengths)}"
+        raise TypeError(msg)
+    bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
+    if contents and bad.size:
+        msg = f"kv_len[{bad[0]}] must be 0 to {capacity}, what the cache holds of a sequence, got {lengths[bad[0]]}"
+        raise ValueError(msg)
+    return lengths.astype(np.int32)
+
+
+def _page_table(
+    page_table: Array, kv_len: Array, batch: int, num_pages: int, page_size: int, *, contents: bool
+) -> None:
+    require_rank("page_table", page_table, (2,), "(batch, max_pages)")
+    if page_table.shape[0] != batch:
+        msg = f"page_table must have shape ({batch}, max_pages), batch as in q, got {page_table.shape}"
+        raise ValueError(msg)
+    require_dtype("page_table", page_table, ("int32",))
+    require_words("page_table", page_table)
+    if is_gpu(page_table) or not contents:
+        return
+    used = np.arange(page_table.shape[1]) * page_size < np.asarray(kv_len)[:, None]
+    bad = np.argwhere(used & ((page_table < 0) | (page_table >= num_pages)))
+    if bad.size:
+        row, column = bad[0]
+        msg = f"page_table[{row}, {column}] must be 0 to {num_pages - 1}, the pages of k_cache, got "
+        raise ValueError(msg + str(page_table[row, column]))
+
+
+def _sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
+    require_shape("sinks", sinks, (num_qo_heads,), "one per query head")
+    require_dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
+
+
+def _queries(q: Array) -> None:
+    require_rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
+    require_dtype("q", q, GPU_DTYPES if is_gpu(q) else CPU_DTYPES)
+    require_head_dim("q", q.shape[-1])
+    require_rows("q", q)
+    if q.ndim == 4:  # noqa: PLR2004  with the axis of query tokens
+        integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
+
+
+def _caches(k_cache: Array, v_cache: Array, q: Array, *, paged: bool) -> None:
+    batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    leading = "(num_pages, page_size" if paged else "(batch, capacity"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require_rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
+        require_dtype(name, cache, (dtype_name(q),), " (the dtype of q)")
+        if cache.shape[-1] != head_dim:
+            msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
+            raise ValueError(msg)
+        require_rows(name, cache)
+    require_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
+    num_kv_heads = k_cache.shape[2]
+    if num_kv_heads == 0 or num_qo_heads % num_kv_heads or not 1 <= num_qo_heads // num_kv_heads <= _plan.MAX_GROUP:
+        msg = (
+            f"q must have 1 to {_plan.MAX_GROUP} query heads per KV head, a whole number, "
+            f"got {num_qo_heads} query heads and {num_kv_heads} KV heads of k_cache"
+        )
+        raise ValueError(msg)
+    for name, what, n in (("q", "batch", batch), ("k_cache", "number of KV heads", num_kv_heads)):
+        if n > _plan.MAX_GRID_YZ:
+            msg = f"{name} must have a {what} of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {n}"
+            raise ValueError(msg)
+    if not paged and k_cache.shape[0] != batch:
+        msg = f"k_cache must have batch {batch} as q (it is dense: page_table is None), got shape {k_cache.shape}"
+        raise ValueError(msg)
+
+
+def decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_len: object,
+    *,
+    page_table: Array | None = None,
+    causal: object = True,
+    window: object = None,
+    softcap: object = None,
+    sinks: Array | None = None,
+    softmax_scale: object = None,
+    num_splits: object = None,
+    out: Array | None = None,
+    contents: bool = True,
+) -> DecodeCall:
+    """Check the arguments of `decode`; parameters and errors are documented there.
+
+    Without `contents`, lengths and page-table entries may have any value.
+    """
+    arrays: dict[str, Array | None] = {
+        "q": as_array("q", q),
+        "k_cache": as_array("k_cache", k_cache),
+        "v_cache": as_array("v_cache", v_cache),
+    }
+    for name, x in (("page_table", page_table), ("sinks", sinks), ("out", out)):
+        arrays[name] = None if x is None else as_array(name, x)
+    require_one_place(arrays)
+    q, k_cache, v_cache, out = arrays["q"], arrays["k_cache"], arrays["v_cache"], arrays["out"]
+    page_table, sinks = arrays["page_table"], arrays["sinks"]
+    _queries(q)
+    batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    _caches(k_cache, v_cache, q, paged=page_table is not None)
+    num_pages, page_size = k_cache.shape[:2]
+    capacity = page_size * (1 if page_table is None else page_table.shape[-1])
+    if capacity > _plan.MAX_KV_LEN:
+        msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
+        raise ValueError(msg)
+    lengths = _kv_len(kv_len, batch, capacity, gpu=is_gpu(q), contents=contents)
+    require_one_place({"q": q, "kv_len": lengths if is_gpu(lengths) else q})
+    if page_table is not None:
+        _page_table(page_table, lengths, batch, num_pages, page_size, contents=contents)
+    if sinks is not None:
+        _sinks(sinks, num_qo_heads, dtype_name(q))
+    if out is not None:
+        require_out(out, q.shape, (dtype_name(q),), "the shape of q")
+    scale = head_dim**-0.5
+    if softmax_scale is not None:
+        scale = number_of("softmax_scale", softmax_scale, "a finite number or None", positive=False)
+    cap = 0.0 if softcap is None else number_of("softcap", softcap, "a positive finite number or None", positive=True)
+    require_float32(scale, cap)
+    if num_splits is not None:
+        num_splits = integer("num_splits", num_splits, 1, _plan.MAX_SPLITS)
+
+    def with_tokens(x: Array | None) -> Array | None:
+        return x if x is None or x.ndim == 4 else x[:, None]  # noqa: PLR2004
+
+    return DecodeCall(
+        q=with_tokens(q),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        kv_len=lengths,
+        page_table=page_table,
+        causal=flag("causal", causal),
+        window=window_of(window),
+        softcap=cap,
+        sinks=sinks,
+        softmax_scale=scale,
+        num_splits=num_splits,
+        out=with_tokens(out),
+        one_token=q.ndim == 3,  # noqa: PLR2004
+    )

@@ -1,0 +1,45 @@
+"""What `merge.cu` is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuattn import _params
+from cuattn._kinds import Dtype, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """Compile-time choices of ``merge.cu``: dtypes and kind of the parts, head_dim, warps, CTAs on an SM."""
+
+    in_dtype: Dtype
+    out_dtype: Dtype
+    head_dim: int
+    parts: Parts = Parts.LSE
+    num_warps: int = 4
+    ctas_per_sm: int = 8
+
+    kernel = "merge"
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = f"{self.in_dtype.value} parts with {self.parts.value}"
+        return f"{parts}, {self.out_dtype.value} result, head_dim {self.head_dim}"
+
+    @property
+    def smem_bytes(self) -> int:
+        """``sizeof(Smem)`` in merge.cu, which asserts it: o, max and sum of every warp."""
+        return self.num_warps * (self.head_dim + 2) * 4
+
+    def constants(self) -> dict[str, object]:
+        """Values of ``namespace cfg`` in the order printed."""
+        return {
+            "IN_DTYPE": self.in_dtype,
+            "OUT_DTYPE": self.out_dtype,
+            "PARTS": self.parts,
+            "HEAD_DIM": self.head_dim,
+            "NUM_WARPS": self.num_warps,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "SMEM_BYTES": self.smem_bytes,
+            "PARAMS_BYTES": _params.MERGE.itemsize,
+        }

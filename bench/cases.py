@@ -100,7 +100,8 @@ class DecodeCase:
         """The same as a problem for plans."""
         return _plan.DecodeProblem(
             dtype=_plan.Dtype(self.dtype),
-            kv_format=_plan.KvFormat.RAW16,
+            k_format=_plan.KvFormat.RAW16,
+            v_format=_plan.KvFormat.RAW16,
             batch=self.batch,
             seqlen_q=self.seqlen_q,
             num_qo_heads=self.num_qo_heads,

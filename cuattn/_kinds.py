@@ -22,6 +22,7 @@ class KvFormat(Enum):
     """Format of a KV cache, one policy each in ``cuda_src/kv``."""
 
     RAW16 = "raw16"
+    TBQ4 = "tbq4"
 
 
 class Parts(Enum):

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import _tbq4
 from ._kinds import Dtype, KvFormat
+
+
+def row_bytes(kv_format: KvFormat, dtype: Dtype, head_dim: int) -> int:
+    """Bytes of one K or V row: its elements or codes, without norms."""
+    return head_dim // 2 if kv_format is KvFormat.TBQ4 else head_dim * dtype.itemsize
+
+
+def norm_bytes(kv_format: KvFormat, head_dim: int) -> int:
+    """Bytes of the norms of one K or V row."""
+    return head_dim // _tbq4.block_of(head_dim) * _tbq4.NORM_BYTES if kv_format is KvFormat.TBQ4 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +23,8 @@ class DecodeProblem:
     """Sizes of one decode call; `max_kv_len` is the capacity of a sequence: its length is known to the device only."""
 
     dtype: Dtype
-    kv_format: KvFormat
+    k_format: KvFormat
+    v_format: KvFormat
     batch: int
     seqlen_q: int
     num_qo_heads: int
@@ -33,7 +45,11 @@ class DecodeProblem:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V of full sequences."""
-        return 2 * self.batch * self.num_kv_heads * self.max_kv_len * self.head_dim * self.dtype.itemsize
+        token = sum(
+            row_bytes(f, self.dtype, self.head_dim) + norm_bytes(f, self.head_dim)
+            for f in (self.k_format, self.v_format)
+        )
+        return self.batch * self.num_kv_heads * self.max_kv_len * token
 
     @property
     def flops(self) -> int:

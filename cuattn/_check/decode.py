@@ -70,7 +70,8 @@ class DecodeCall:
         batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
         return _plan.DecodeProblem(
             dtype=_plan.Dtype(dtype_name(self.q)),
-            kv_format=_plan.KvFormat.RAW16,
+            k_format=_plan.KvFormat.RAW16,
+            v_format=_plan.KvFormat.RAW16,
             batch=batch,
             seqlen_q=seqlen_q,
             num_qo_heads=num_qo_heads,

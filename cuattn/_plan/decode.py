@@ -295,7 +295,7 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     ValueError
         If the device has too little shared memory.
     """
-    config = decode_config(problem.dtype, problem.kv_format, problem.head_dim, problem.rows, device)
+    config = decode_config(problem.dtype, problem.k_format, problem.head_dim, problem.rows, device)
     if config.smem_bytes > device.smem_per_block:
         raise ValueError(
             f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from cuattn import _plan
 from cuattn._plan import DEVICES, DecodeProblem, Device, Dtype, KvFormat
 
+BOTH_RAW = (KvFormat.RAW16, KvFormat.RAW16)
 devices = st.sampled_from(list(DEVICES.values()))
 problems = st.builds(
     DecodeProblem,
     dtype=st.sampled_from((Dtype.FP16, Dtype.BF16)),
-    kv_format=st.just(KvFormat.RAW16),
+    k_format=st.just(KvFormat.RAW16),
+    v_format=st.just(KvFormat.RAW16),
     batch=st.integers(1, 300),
     seqlen_q=st.integers(1, _plan.MAX_SEQLEN_Q),
     num_qo_heads=st.just(0),
@@ -54,7 +56,7 @@ def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
 
 def test_one_sequence_fills_the_gpu_and_a_large_batch_is_not_cut():
     def splits(batch, num_kv_heads, max_kv_len):
-        problem = DecodeProblem(Dtype.FP16, KvFormat.RAW16, batch, 1, 4 * num_kv_heads, num_kv_heads, 128, max_kv_len)
+        problem = DecodeProblem(Dtype.FP16, *BOTH_RAW, batch, 1, 4 * num_kv_heads, num_kv_heads, 128, max_kv_len)
         return _plan.decode_plan(problem, DEVICES["sm_90a"]).num_splits
 
     assert splits(1, 8, 131072) * 8 >= 0.95 * 132
@@ -63,7 +65,7 @@ def test_one_sequence_fills_the_gpu_and_a_large_batch_is_not_cut():
 
 
 def test_the_number_of_splits_can_be_asked_for():
-    problem = DecodeProblem(Dtype.FP16, KvFormat.RAW16, 1, 1, 8, 8, 128, 4096)
+    problem = DecodeProblem(Dtype.FP16, *BOTH_RAW, 1, 1, 8, 8, 128, 4096)
     plan = _plan.decode_plan(problem, DEVICES["sm_80"], 7)
     assert plan.num_splits == 7
     assert plan.workspace_bytes == 7 * 8 * 130 * 4
@@ -80,11 +82,11 @@ def test_architectures_are_named_as_nvrtc_wants_them(major, minor, arch):
 def test_a_gpu_with_too_little_shared_memory_is_refused():
     tiny = Device("tiny", "sm_87", 8, 48 * 1024, 64 * 1024)
     with pytest.raises(ValueError, match=r"device must give a block \d+ bytes .* tiny gives 49152"):
-        _plan.decode_plan(DecodeProblem(Dtype.BF16, KvFormat.RAW16, 1, 1, 8, 2, 128, 65536), tiny)
+        _plan.decode_plan(DecodeProblem(Dtype.BF16, *BOTH_RAW, 1, 1, 8, 2, 128, 65536), tiny)
 
 
 def test_an_unknown_gpu_is_planned_by_its_numbers():
     small = Device("some GPU", "sm_87", 8, 163 * 1024, 164 * 1024)
-    plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, KvFormat.RAW16, 1, 1, 8, 2, 128, 65536), small)
+    plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, *BOTH_RAW, 1, 1, 8, 2, 128, 65536), small)
     assert plan.num_splits == 4
     assert "TB/s" not in str(plan)

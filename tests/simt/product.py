@@ -50,7 +50,7 @@ def decode_arrays(
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
     lengths = call.kv_len if device_kv_len is None else device_kv_len
     params = _decode.params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks)
-    readable = [call.q, call.k_cache, call.v_cache]
+    readable = [call.q, call.k_cache.rows, call.v_cache.rows]
     build(plan.config, patches).launch(
         "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
     )

@@ -171,7 +171,7 @@ def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Siz
     magnitude = score_magnitude(q, k, **score_masks)
     out_slack = lse_slack = 0.0
     head_dim = q.shape[-1]
-    stages = np.log2(min(head_dim, _tbq4.BLOCK))
+    stages = np.log2(min(head_dim, _tbq4.BLOCK))  # of a rotation
     if any(isinstance(part.k, Tbq4Rows) for part in parts):
         rotated_k = np.concatenate(
             [
@@ -190,7 +190,8 @@ def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Siz
         magnitude = score_magnitude(*operands, **{**score_masks, "softmax_scale": scale}, roundings=roundings)
         out_slack, lse_slack = _flips(q, k, v, rotated_k, scale, masks)
     if any(isinstance(part.v, Tbq4Rows) for part in parts):
-        blocks = v.reshape(*v.shape[:-1], -1, min(v.shape[-1], _tbq4.BLOCK))
+        block = _tbq4.block_of(v.shape[-1])
+        blocks = v.reshape(*v.shape[:-1], v.shape[-1] // block, block)
         length = np.sqrt((np.where(np.isfinite(blocks), blocks, 0) ** 2).sum(axis=-1)).max(initial=0.0)
         out_slack += float(np.sqrt(stages + 1) * 2.0**-24 * length)
     return Sizes(magnitude, largest, out_slack, lse_slack)

@@ -55,12 +55,17 @@ class Cache:
     @property
     def head_dim(self) -> int:
         """Elements of a row."""
-        return int(self.rows.shape[3]) * (2 if self.kv_format is KvFormat.TBQ4 else 1)
+        return int(self.rows.shape[-1]) * (2 if self.kv_format is KvFormat.TBQ4 else 1)
+
+    @property
+    def ndim(self) -> int:
+        """Axes; the checks leave only caches with four."""
+        return int(self.rows.ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the rows as elements."""
-        return (*self.rows.shape[:3], self.head_dim)
+        return (*self.rows.shape[:-1], self.head_dim)
 
     @property
     def given(self) -> Array | Planes:

@@ -39,7 +39,7 @@ def arrays_of(name: str, cache: Cache) -> dict[str, Array | None]:
 
 
 def _one_cache(name: str, cache: Cache, q: Array, axes: str) -> None:
-    require_rank(name, cache.rows, (4,), axes)
+    require_rank(name, cache, (4,), axes)
     head_dim = q.shape[-1]
     if cache.norms is None:
         require_dtype(name, cache.rows, (dtype_name(q),), " (the dtype of q)")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cuattn import _tbq4
+from cuattn import _plan, _tbq4
 from cuattn._arrays import Array, as_array, is_gpu, place
-from cuattn._check.arguments import require_dtype, require_rank, require_rows
+from cuattn._check.arguments import integer, require_dtype, require_rank, require_rows
 
 _RANKS = (2, 3, 4)
 # The kernels count blocks in 32 bits, with room for a step past the end.
@@ -48,6 +48,17 @@ def quantize(x: Array, mean: Array | None) -> tuple[Array, Array | None]:
     require_rows("x", x)
     _count("x", x.shape, x.shape[-1])
     return x, _mean(mean, x, x.shape[-1])
+
+
+def channel_mean(x: Array, skip: object) -> tuple[Array, int]:
+    """Check the arguments of `channel_mean` and return them."""
+    x = as_array("x", x)
+    require_rank("x", x, (3, 4), "([batch,] tokens, num_kv_heads, head_dim)")
+    require_dtype("x", x, _DTYPES[is_gpu(x)])
+    left_out = integer("skip", skip, 0, _plan.MAX_KV_LEN)
+    if x.size == 0 or x.shape[-3] <= left_out:
+        raise ValueError(f"x must have tokens after the first {left_out}, got shape {x.shape}")
+    return x, left_out
 
 
 def planes(codes: Array, norms: Array, mean: Array | None, prefix: str = "") -> tuple[Array, Array, Array | None]:

@@ -251,8 +251,9 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
             ["q", "k_cache", "v_cache", "kv_len"],
             {"page_table": None, "num_splits": None, "device": None},
         ),
+        (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],
-    ids=["decode", "merge", "plan_decode"],
+    ids=["decode", "merge", "plan_decode", "channel_mean"],
 )
 def test_arrays_are_positional_and_everything_else_is_a_keyword(
     function: Callable[..., Any], positional: list[str], keywords: dict[str, Any]
@@ -272,7 +273,7 @@ def test_the_reference_has_the_same_arguments_and_then_a_dtype(function: Callabl
         assert (parameter.kind, parameter.default) == (defined[name].kind, defined[name].default), name
 
 
-@pytest.mark.parametrize("function", [*PUBLIC, cuattn.plan_decode], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*PUBLIC, cuattn.plan_decode, cuattn.channel_mean], ids=lambda f: f.__name__)
 def test_every_argument_is_documented(function: Callable[..., Any]) -> None:
     document = inspect.getdoc(function).partition("Parameters\n")[2].partition("Returns\n")[0]
     lines = [line.partition(" : ")[0] for line in document.splitlines() if line[:1].isalpha()]
@@ -286,6 +287,7 @@ def test_the_public_names_are_those_documented() -> None:
         "Device",
         "Tbq4Array",
         "__version__",
+        "channel_mean",
         "decode",
         "dequantize",
         "merge",

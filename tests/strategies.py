@@ -27,7 +27,7 @@ UNUSED_NORMS = np.array((0x7E00, 0x7E00, 0x7C00), np.uint16).view(np.float16)
 # Deviations of the means of K and V; those of their rows are 1.
 MEAN_SIZE = 3.0
 # Norms of rows of V that are "tiny_v": a subnormal float16 and nearly the largest.
-TINY_NORM, LARGE_NORM = 5e-5, 6e4
+TINY_NORM, LARGE_NORM = 5e-6, 6e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Problem:
         As in `cuattn.decode`; with more than one query head, the last of the sinks is -inf.
     values : {"normal", "late_max", "huge", "equal", "tiny_v"}
         Standard normal; the largest scores in the last keys; scores of size 1e4; all scores of a row equal; rows of V
-        with norms from 5e-5 to 6e4, in one of three sequences all tiny, in one the last of them large.
+        with norms from 5e-6 to 6e4, in one of three sequences all tiny, in one the last of them large.
     seed : int
     k_format, v_format : {"raw16", "tbq4"}
     means : bool

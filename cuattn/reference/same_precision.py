@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from cuattn.reference.attention import decode_each, visible_keys
 from cuattn.reference.merge import SoftmaxState
+from cuattn.reference.products import scores, weighted_sums
 from cuattn.reference.sequences import Array, Cache, Kept, Options, Part, Window, attend_each
-from cuattn.reference.tensor_core import scores, weighted_sums
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -106,7 +106,7 @@ def attention_same_precision(
     maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
     second product only, and the quotient is rounded to that dtype. The sink joins after the last key. Rows in TBQ4 are
     multiplied in the rotated domain, with levels in float16 and norms in float32; see `scores` and `weighted_sums` of
-    `cuattn.reference.tensor_core`.
+    `cuattn.reference.products`.
 
     Parameters
     ----------

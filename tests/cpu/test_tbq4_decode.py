@@ -310,8 +310,8 @@ def tiles_of(arrays: tuple[Any, ...], options: dict[str, Any], problem: Problem,
 class TiledRow:
     """One query row that sees its keys tile by tile; sums of float32, in base-2 units, in NumPy's order."""
 
-    # The largest product of a weight and a norm so far is kept below it.
-    TOP = 9
+    # Powers of two: the largest product of a weight and a norm so far is kept below one, the factor below the other.
+    TOP, MAX_FACTOR = 9, 96
 
     def __init__(self, q: np.ndarray, softcap: float | None) -> None:
         self.q, self.softcap = q.astype(np.float32), softcap
@@ -361,7 +361,8 @@ class TiledRow:
         w = p[:, None] * v.norms[seen].astype(np.float32)
         top = w.max() * self.factor
         if top > 0 and (top > 2.0**self.TOP or not self.rotated.any()):
-            step = np.float32(2.0 ** (self.TOP - np.frexp(top)[1]))
+            most = self.MAX_FACTOR + 1 - int(np.frexp(self.factor)[1])
+            step = np.float32(2.0 ** min(self.TOP - int(np.frexp(top)[1]), most))
             self.factor, self.rotated = self.factor * step, self.rotated * step
         w16 = (w * self.factor).astype(np.float16).astype(np.float32)
         self.rotated = self.rotated + np.einsum("kb,kbj->bj", w16, self.level_rows(v.codes[seen])).ravel()

@@ -11,6 +11,10 @@ from . import _arrays, _check, _jit, _merge, _params, _plan, reference
 from ._arrays import Array
 
 
+# Keys that no limit leaves out.
+_ALL = 2**31 - 1
+
+
 def decode(
     q: Array,
     k_cache: Array,
@@ -211,8 +215,10 @@ def params_of(
         "num_qo_heads": call.q.shape[2],
         "group": plan.problem.group,
         "page_size": call.k_cache.shape[1],
-        "max_pages": call.max_pages,
+        "capacity": plan.problem.max_kv_len,
         "num_splits": plan.num_splits,
+        "last_keys": _ALL,
+        "end_key": _ALL,
         "window_left": left,
         "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
         "softmax_scale_log2": call.softmax_scale * log2_e,

@@ -7,6 +7,8 @@ and tested anywhere. The CUDA sources assert what is computed here.
 
 from __future__ import annotations
 
+from itertools import product
+
 from cuattn import _tbq4
 from cuattn._device import DEVICES, Device, arch_of
 from cuattn._kinds import Dtype, KvFormat, Parts
@@ -50,8 +52,8 @@ def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode` and `merge` can ask for on a device."""
     configs: list[Config] = []
     for dtype in (Dtype.FP16, Dtype.BF16):
-        for head_dim, row_tiles in decode_tiles(device):
-            configs.append(config_of(dtype, KvFormat.RAW16, head_dim, row_tiles, device))
+        for formats in product(KvFormat, KvFormat):
+            configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
         for head_dim in HEAD_DIMS:
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
             configs.append(MergeConfig(dtype, dtype, head_dim))

@@ -55,14 +55,13 @@ class QuantizeConfig:
             if self.encode
             else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
         )
-        return ends | {
-            "HEAD_DIM": self.head_dim,
-            "NUM_WARPS": self.num_warps,
-            "CTAS_PER_SM": self.ctas_per_sm,
-            "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
-            "BLOCK": block,
-            "ROOT": float(np.float32(block**-0.5)),
-            "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
-            "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
-            "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),
-        }
+        return (
+            ends
+            | {
+                "HEAD_DIM": self.head_dim,
+                "NUM_WARPS": self.num_warps,
+                "CTAS_PER_SM": self.ctas_per_sm,
+                "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
+            }
+            | _tbq4.constants(self.head_dim)
+        )

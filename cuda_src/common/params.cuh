@@ -11,7 +11,11 @@ struct DecodeParams {
   const u8* q;            // [batch, seqlen_q, num_qo_heads, head_dim], Elem
   const u8* k;            // [num_pages, page_size, num_kv_heads] rows, see kv/*.cuh
   const u8* v;            // as k
-  u8* out;                // as q; written when num_splits == 1
+  const u8* k_norms;      // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
+  const u8* v_norms;      // as k_norms
+  const float* k_mean;    // [num_kv_heads, head_dim], what keys had before it was subtracted; null: none
+  const float* v_mean;    // as k_mean
+  u8* out;                // as q; written when out_partial is null
   float* lse;             // [batch, seqlen_q, num_qo_heads], natural log; null: not wanted
   float* out_partial;     // [num_splits, batch, seqlen_q, num_qo_heads, head_dim], not normalized
   float* state_partial;   // [num_splits, batch, seqlen_q, num_qo_heads, 2], (m, l); l = -1: empty, the part not written
@@ -27,6 +31,12 @@ struct DecodeParams {
   i64 v_stride_page;
   i64 v_stride_token;
   i64 v_stride_head;
+  i64 k_norms_stride_page;
+  i64 k_norms_stride_token;
+  i64 k_norms_stride_head;
+  i64 v_norms_stride_page;
+  i64 v_norms_stride_token;
+  i64 v_norms_stride_head;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;
@@ -37,8 +47,12 @@ struct DecodeParams {
   int num_qo_heads;
   int group;      // query heads per KV head
   int page_size;  // tokens
-  int max_pages;  // pages per sequence
+  int capacity;   // tokens of a sequence at most
   int num_splits;
+  int first_key;  // of those, keys max(first_key, kv_len - last_keys) .. min(end_key, kv_len - skip_last) - 1
+  int last_keys;  // are attended to here, and the others by other launches
+  int end_key;
+  int skip_last;
   int window_left;           // keys p - left .. p + right of a query at key position p are visible; -1: unbounded
   int window_right;          // causal is a right window of 0
   float softmax_scale_log2;  // softmax_scale * log2(e)

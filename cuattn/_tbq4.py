@@ -85,13 +85,11 @@ def midpoints(block: int) -> npt.NDArray[np.float32]:
     return MIDPOINTS * _scale(block)
 
 
-def constants(head_dim: int) -> dict[str, object]:
-    """Return what kernels need to rotate and to encode rows, by the names that ``cuda_src/kv`` uses."""
-    block = block_of(head_dim)
+def rotation_constants(block: int) -> dict[str, object]:
+    """Return what kernels need to rotate blocks of 64 or 128 values, by the names of ``kv/tbq4_rotation.cuh``."""
     return {
         "BLOCK": block,
         "ROOT": float(np.float32(block**-0.5)),
-        "BOUNDARIES": tuple(map(float, midpoints(block)[8:])),
         "SIGNS1": sign_words(SIGNS1),
         "SIGNS2": sign_words(SIGNS2),
     }

@@ -130,10 +130,13 @@ class DecodeConfig:
     def _format_constants(self) -> dict[str, object]:
         if not self.uses_tbq4:
             return {}
-        levels = _tbq4.codebook(_tbq4.block_of(self.head_dim)).astype(np.float16).view(np.uint16)
-        return {"TABLE_STRIDE": self.table_stride, "LEVELS_HALF": tuple(map(int, levels))} | _tbq4.constants(
-            self.head_dim
-        )
+        block = _tbq4.block_of(self.head_dim)
+        levels = _tbq4.codebook(block).astype(np.float16).view(np.uint16)
+        return {
+            "TABLE_STRIDE": self.table_stride,
+            "LEVELS_HALF": tuple(map(int, levels)),
+            **_tbq4.rotation_constants(block),
+        }
 
 
 @dataclass(frozen=True, slots=True)

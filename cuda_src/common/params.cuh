@@ -114,4 +114,47 @@ struct DequantizeParams {
   int heads;
 };
 
+// What append.cu writes of K, or of V.
+struct AppendSide {
+  const u8* rows;     // [batch, seqlen_new, num_kv_heads, head_dim], In
+  u8* cache;          // [num_pages, page_size, num_kv_heads] rows of 16-bit values, or the codes of TBQ4
+  u8* norms;          // [num_pages, page_size, num_kv_heads, head_dim / block], float16; TBQ4 only
+  const float* mean;  // [num_kv_heads, head_dim], subtracted before encoding; null: none
+  int* clamped;       // [1], counts norms too large for float16; null: not counted
+  u8* sink;           // [batch, num_sink, num_kv_heads, head_dim], Elem: the first tokens; null: none
+  u8* recent;         // [batch, num_recent, num_kv_heads, head_dim], Elem: token p at p % num_recent; null: none
+  i64 rows_stride_batch;
+  i64 rows_stride_token;
+  i64 rows_stride_head;
+  i64 cache_stride_page;
+  i64 cache_stride_token;
+  i64 cache_stride_head;
+  i64 norms_stride_page;
+  i64 norms_stride_token;
+  i64 norms_stride_head;
+  i64 sink_stride_batch;
+  i64 sink_stride_token;
+  i64 sink_stride_head;
+  i64 recent_stride_batch;
+  i64 recent_stride_token;
+  i64 recent_stride_head;
+};
+
+struct AppendParams {
+  AppendSide k;
+  AppendSide v;
+  const int* kv_len;      // [batch], tokens, the new ones included
+  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
+  i64 kv_len_stride;
+  i64 page_table_stride_batch;
+  i64 page_table_stride_page;
+  i64 num_rows;  // batch * seqlen_new * num_kv_heads
+  int seqlen_new;
+  int num_kv_heads;
+  int page_size;  // tokens
+  int capacity;   // tokens that the cache holds of a sequence
+  int num_sink;
+  int num_recent;
+};
+
 #endif

@@ -12,7 +12,7 @@
 #define CUATTN_KV_TBQ4_CUH
 #include "common/ptx.cuh"
 #include "common/tile16.cuh"
-#include "kv/tbq4_codec.cuh"
+#include "kv/tbq4_rotation.cuh"
 
 namespace tbq4 {
 

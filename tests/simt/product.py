@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 from simt import harness
-from strategies import Problem
+from strategies import AppendProblem, Problem
 
-from cuattn import _check, _decode, _jit, _merge, _plan, _quantize, _tbq4
+from cuattn import _append, _check, _decode, _jit, _merge, _plan, _quantize, _tbq4
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -103,3 +103,27 @@ def dequantize(
     out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
     _launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
     return out
+
+
+def append(
+    problem: AppendProblem, seed: int = 0, patches: Sequence[tuple[str, str, str]] = ()
+) -> dict[str, np.ndarray]:
+    """Run append.cu on `problem.bases()`."""
+    return append_arrays(problem, problem.bases(), seed, patches)
+
+
+def append_arrays(
+    problem: AppendProblem,
+    bases: dict[str, np.ndarray],
+    seed: int = 0,
+    patches: Sequence[tuple[str, str, str]] = (),
+) -> dict[str, np.ndarray]:
+    """Run append.cu on arrays such as `problem.bases()`; lengths are those of a device, which are not checked."""
+    (*arrays, kv_len), options = problem.arguments(bases)
+    call = _check.append(*arrays, 0, **options)
+    config = _append.append_config(call)
+    means = [None if side.mean is None else np.ascontiguousarray(side.mean) for side in (call.k, call.v)]
+    params = _append.append_params(call, kv_len, *means)
+    grid, threads = config.grid(call.num_rows, TWO_SMS), (config.num_warps * _plan.WARP, 1, 1)
+    build(config, patches).launch("append_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
+    return bases

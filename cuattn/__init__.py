@@ -6,7 +6,7 @@ from ._decode import decode, plan_decode
 from ._merge import merge
 from ._nvrtc import CompileError
 from ._plan import DecodePlan, Device
-from ._quantize import Tbq4Array, dequantize, quantize
+from ._quantize import Tbq4Array, channel_mean, dequantize, quantize
 from ._version import __version__
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Tbq4Array",
     "__version__",
     "append",
+    "channel_mean",
     "decode",
     "dequantize",
     "merge",

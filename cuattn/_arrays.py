@@ -43,7 +43,18 @@ def is_gpu(array: Array) -> bool:
     return not isinstance(array, np.ndarray)
 
 
-def as_array(name: str, x: Array) -> Array:
+def contiguous(x: Array) -> Array:
+    """Return `x`, or a copy on its device in C order if it is not in that order."""
+    if x.flags.c_contiguous:
+        return x
+    if not is_gpu(x):
+        return np.ascontiguousarray(x)
+    cupy = import_cupy()
+    with cupy.cuda.Device(x.device.id):
+        return cupy.ascontiguousarray(x)
+
+
+def as_array(name: str, x: Array, also: str = "") -> Array:
     """View `x` as a NumPy array, or as a CuPy array if it lies on a GPU; nothing is copied.
 
     DLPack is preferred to ``__cuda_array_interface__``: it orders the streams without a host synchronization and knows
@@ -54,6 +65,8 @@ def as_array(name: str, x: Array) -> Array:
     name : str
         Argument, for the message.
     x : array
+    also : str, optional
+        What else the argument may be, for the message.
 
     Returns
     -------
@@ -86,7 +99,8 @@ def as_array(name: str, x: Array) -> Array:
         ordinal = cupy.cuda.runtime.pointerGetAttributes(address).device if address else cupy.cuda.Device().id
         with cupy.cuda.Device(ordinal):
             return cupy.asarray(x)
-    msg = f"{name} must be a NumPy array, a CuPy array or a GPU array that speaks DLPack, got {type(x).__name__}"
+    accepted = f"a NumPy array, a CuPy array or a GPU array that speaks DLPack{also}"
+    msg = f"{name} must be {accepted}, got {type(x).__name__}"
     raise TypeError(msg)
 
 

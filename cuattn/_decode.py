@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _merge, _params, _plan, reference
+from . import _arrays, _check, _jit, _merge, _plan, _segments, reference
 from ._arrays import Array
-
-
-# Keys that no limit leaves out.
-_ALL = 2**31 - 1
+from ._quantize import Tbq4Array
 
 
 def decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | Tbq4Array,
+    v_cache: Array | Tbq4Array,
     kv_len: Array,
     *,
     page_table: Array | None = None,
@@ -28,6 +24,10 @@ def decode(
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
+    k_sink: Array | None = None,
+    v_sink: Array | None = None,
+    k_recent: Array | None = None,
+    v_recent: Array | None = None,
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Any:  # noqa: ANN401  an array, or a pair of arrays with return_lse
@@ -44,9 +44,13 @@ def decode(
         Queries of the newest token, or of up to 16 tokens. head_dim is 64, 96, 128, 192, 256 or 512; 1 to 64 query
         heads share a KV head. Rows (the last axis) are contiguous and start at multiples of 16 bytes; other axes may
         have any stride, here and in the caches and `out`.
-    k_cache, v_cache : array, shape (num_pages, page_size, num_kv_heads, head_dim), dtype of `q`
+    k_cache, v_cache : array of the dtype of `q`, or Tbq4Array; shape (num_pages, page_size, num_kv_heads, head_dim)
         Keys and values. Without `page_table` page ``b`` is all of sequence ``b``: (batch, capacity, num_kv_heads,
-        head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included.
+        head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included. Each of
+        the two may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at
+        multiples of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The keys and values attended
+        to are those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their
+        mean, and out has the mean of the values times the keys' share of the weights.
     kv_len : array, shape (batch,), int32, or int, or sequence of int
         Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a
         captured CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are
@@ -61,12 +65,22 @@ def decode(
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``, after scaling and before masks.
     sinks : array, shape (num_qo_heads,), float32 or dtype of `q`, optional
-        Score of one more key of each query head whose value is zero. -inf is no sink.
+        Score of one more key of each query head whose value is zero. -inf is no sink. Not to be confused with `k_sink`,
+        `v_sink`.
     softmax_scale : float, optional
         Default ``head_dim ** -0.5``.
     num_splits : int, optional
         Parts into which each sequence is cut to fill the GPU, 1 to 512. Default: chosen by `plan_decode`. The result
         depends on it by rounding only. NumPy arrays are not split.
+    k_sink, v_sink : array, shape (batch, num_sink, num_kv_heads, head_dim), dtype of `q`, optional
+        Keys and values of the tokens at positions below num_sink (and below `kv_len`), read instead of those in the
+        caches: the first tokens often have much of the weight and are unlike the others. They are tokens with rows,
+        while `sinks` are scores without. One softmax goes over all tokens.
+    k_recent, v_recent : array, shape (batch, num_recent, num_kv_heads, head_dim), dtype of `q`, optional
+        Keys and values of the newest tokens, in rings: that of the token at position ``p`` is in slot
+        ``p % num_recent`` if ``p >= kv_len - num_recent`` and ``p >= num_sink``, and is read instead of that in the
+        caches. Slots of other tokens, and rows of the caches that `k_sink` or `k_recent` stand for, may be anything;
+        pages that hold nothing else need no entry in `page_table`.
     return_lse : bool, default False
     out : array, shape and dtype of `q`, optional
         Receives the result, and is returned; as a CuPy or NumPy array over its memory if it is of another library.
@@ -115,7 +129,8 @@ def decode(
     """
     call = _check.decode(
         q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, out=out,
+        sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, k_sink=k_sink, v_sink=v_sink,
+        k_recent=k_recent, v_recent=v_recent, out=out,
     )  # fmt: skip
     with_lse = _check.flag("return_lse", return_lse)
     result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
@@ -127,8 +142,8 @@ def decode(
 
 def plan_decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | Tbq4Array,
+    v_cache: Array | Tbq4Array,
     kv_len: Array = 0,
     *,
     page_table: Array | None = None,
@@ -161,10 +176,12 @@ def plan_decode(
 
 
 def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
+    k_sink, v_sink = call.sink or (None, None)
+    k_recent, v_recent = call.recent or (None, None)
     result, lse = reference.decode(
-        call.q, call.k_cache, call.v_cache, call.kv_len, page_table=call.page_table, causal=call.causal,
+        call.q, call.k_cache.given, call.v_cache.given, call.kv_len, page_table=call.page_table, causal=call.causal,
         window=call.window, softcap=call.softcap or None, sinks=call.sinks, softmax_scale=call.softmax_scale,
-        return_lse=True,
+        k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, return_lse=True,
     )  # fmt: skip
     out = np.empty(call.q.shape, call.q.dtype) if call.out is None else call.out
     with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
@@ -177,67 +194,22 @@ def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
     q = call.q
     ordinal = q.device.id
     with cupy.cuda.Device(ordinal):
-        plan = _plan.decode_plan(call.problem, _arrays.device(ordinal), call.num_splits)
+        device = _arrays.device(ordinal)
+        found = _segments.segments(call, device)
         out = cupy.empty(q.shape, q.dtype) if call.out is None else call.out
         lse = cupy.empty(q.shape[:-1], cupy.float32) if with_lse else None
         if q.size == 0:
             return out, lse
         kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
-        parts = states = None
-        if plan.num_splits > 1:
-            parts = cupy.empty(plan.out_partial_shape, cupy.float32)
-            states = cupy.empty((*plan.out_partial_shape[:-1], 2), cupy.float32)
-        kernel = _jit.kernel(plan.config, ordinal, plan.device.arch)
-        params = params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks)
-        kernel.launch(plan.grid, plan.block, params)
-        if plan.num_splits > 1:
+        shape, parts, states = _segments.partial_shape(found), None, None
+        if shape is not None:
+            parts = cupy.empty(shape, cupy.float32)
+            states = cupy.empty((*shape[:-1], 2), cupy.float32)
+        for plan, params in _segments.launches(
+            call, found, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks
+        ):
+            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
+        if parts is not None:
             _merge.launch(parts, states, out, lse)
     return out, lse
-
-
-def params_of(
-    call: _check.DecodeCall,
-    plan: _plan.DecodePlan,
-    *,
-    out: Array,
-    lse: Array | None,
-    parts: Array | None,
-    states: Array | None,
-    kv_len: Array,
-    sinks: Array | None,
-) -> np.ndarray[Any, Any]:
-    """Fill the parameters of decode.cu from arrays in one place; `lse` and the parts are contiguous."""
-    left, right = call.window
-    log2_e = math.log2(math.e)
-    values: dict[str, float] = {
-        "seqlen_q": call.q.shape[1],
-        "num_qo_heads": call.q.shape[2],
-        "group": plan.problem.group,
-        "page_size": call.k_cache.shape[1],
-        "capacity": plan.problem.max_kv_len,
-        "num_splits": plan.num_splits,
-        "last_keys": _ALL,
-        "end_key": _ALL,
-        "window_left": left,
-        "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
-        "softmax_scale_log2": call.softmax_scale * log2_e,
-        "softcap_log2": call.softcap * log2_e,
-        "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
-        "kv_len_stride": kv_len.strides[0],
-    }
-    for name, array in (
-        ("q", call.q), ("k", call.k_cache), ("v", call.v_cache), ("out", out), ("lse", lse), ("out_partial", parts),
-        ("state_partial", states), ("kv_len", kv_len), ("page_table", call.page_table), ("sinks", sinks),
-    ):  # fmt: skip
-        values[name] = _arrays.pointer(array)
-    for name, array, axes in (
-        ("q", call.q, ("batch", "token", "head")),
-        ("k", call.k_cache, ("page", "token", "head")),
-        ("v", call.v_cache, ("page", "token", "head")),
-        ("out", out, ("batch", "token", "head")),
-        ("page_table", call.page_table, ("batch", "page")),
-    ):
-        strides = (0, 0) if array is None else array.strides
-        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
-    return _params.fill(_params.DECODE, values)

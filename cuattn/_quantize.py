@@ -1,4 +1,4 @@
-"""`quantize`, `dequantize` and `Tbq4Array`: rows in the 4-bit format of ``docs/tbq4.md``."""
+"""`quantize`, `dequantize`, `channel_mean` and `Tbq4Array`: rows in the 4-bit format of ``docs/tbq4.md``."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
         bytes; other axes may have any stride.
     mean : array, shape (num_kv_heads, head_dim), float32, optional
         Subtracted before encoding, and kept with the result. For keys it removes what a constant offset of a channel
-        costs.
+        costs; `channel_mean` estimates it.
     strict : bool, default False
         Whether a norm that float16 cannot hold is an error, for which a GPU is waited for; otherwise it becomes 65504
         and is counted in `Tbq4Array.clamped`.
@@ -174,6 +174,59 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
         mean = None if t.mean is None else cupy.ascontiguousarray(t.mean)
         _launch(dequantize_config(out), out, dequantize_params(t.codes, t.norms, out, mean))
     return out
+
+
+def channel_mean(x: Array, *, skip: int = 0) -> Array:
+    """Average keys or values over their tokens, as a `mean` for `quantize`.
+
+    Keys of many models have channels with a large offset that all tokens share. It says nothing about one key rather
+    than another, but makes the norms that TBQ4 stores, and so its error, larger. Attention to what `quantize` stores
+    with a mean is exact in the mean, whatever it is: the first tokens of a sequence are enough to estimate it, once for
+    a cache, as all rows of a cache share it.
+
+    Parameters
+    ----------
+    x : array, shape (tokens, num_kv_heads, head_dim) or (batch, tokens, num_kv_heads, head_dim), float16, bfloat16 or \
+float32
+        Any strides.
+    skip : int, default 0
+        First tokens of each sequence to leave out. The very first is often unlike all others, small and with much of
+        the weight, and is better kept in 16 bits too: see `k_sink` of `decode`.
+
+    Returns
+    -------
+    array, shape (num_kv_heads, head_dim), float32
+        Of float64 sums. A NaN or an infinity makes its channel not finite.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or if there is no token to average.
+
+    See Also
+    --------
+    quantize
+
+    Notes
+    -----
+    A mean helps keys more than values, whose offsets are smaller. ``docs/tbq4.md``, "Means", has numbers.
+
+    Examples
+    --------
+    >>> k_mean = cuattn.channel_mean(prompt_keys, skip=1)
+    >>> k_cache = cuattn.quantize(keys, mean=k_mean)
+    """
+    x, skip = _check.channel_mean(x, skip)
+    x = x[..., skip:, :, :]
+    axes = tuple(range(x.ndim - 2))
+    if not _arrays.is_gpu(x):
+        with np.errstate(over="ignore", invalid="ignore"):
+            return x.mean(axis=axes, dtype=np.float64).astype(np.float32)
+    cupy = _arrays.import_cupy()
+    with cupy.cuda.Device(x.device.id):
+        if _arrays.dtype_name(x) == "bfloat16":  # the upper half of a float32
+            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return x.mean(axis=axes, dtype=np.float64).astype(np.float32)
 
 
 def _with_mean(encoded: reference.Quantized, mean: Array | None) -> tuple[Array, Array, Array | None, int]:

@@ -21,12 +21,31 @@ The same error of the scores, e in base-2 units, changes weights by the factor 2
 `same` has its share of it, but where scores are huge and two of them nearly tie it may be lucky there: so out has this
 term too, which is far below an ulp of a 16-bit out for scores of ordinary size.
 
+Keys in TBQ4 are multiplied in the rotated domain, with a query that is rotated in float32 and rounded to float16.
+
+- The magnitudes are then those of the rotated query and the rotated key, and of the query and the mean of K. To the
+  roundings of a score come those of a rotated value, one for each of its log2(block) stages, and two for the norm and
+  the mean.
+- The kernel's rotated query differs from that of `same` by roundings of float32, so that its rounding to float16 falls
+  the other way in one value of some thousand: in few rows seldom, but then for all keys of the row. One such flip by
+  u = ulp_float16(q_j) changes the score of every key k by d_k = softmax_scale u k_j, at most by D. Along the way from
+  the one to the other weights p change by the factor exp(2 D) at most, lse by the mean of d, and out by the covariance
+  of d and v under p: by less than exp(2 D) times the product of the deviations of d and v, and never by more than
+  2 max|v|. A softcap makes d smaller. These are terms of lse and of out, for the worst of rows, j and elements; the
+  moments under p are attention with k, v and their squares for values.
+
+Values in TBQ4: `same` rounds the products of weights and norms as it rounds weights else. The sums are rotated back in
+float32, log2(block) stages and the addition of the mean, whose errors are relative to the length of a block, at most
+that of the longest value: a random walk of that many roundings is a term of out.
+
+First and recent tokens in 16 bits have the terms of 16-bit rows; the larger ones count.
+
 A merge adds weighted parts and weights in float32, each sum a random walk of one rounding a part. The error of the sum
 of weights is common to a row, so that a row of `same` may be lucky in all its elements, which a float32 result shows:
 hence a term of two such walks.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import ml_dtypes
@@ -35,10 +54,13 @@ import numpy.typing as npt
 from strategies import DTYPES, AppendProblem, Problem
 
 from cuattn import _tbq4, reference
+from cuattn.reference.sequences import Kept, Options, Part, Tbq4Rows, attend_each, exact_rows
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2))
 PRODUCTS_PER_ROUNDING = 16
+# Of float64, so that exp is finite.
+MAX_EXPONENT = 700.0
 
 
 def ulp(x: float, dtype: npt.DTypeLike) -> float:
@@ -55,6 +77,7 @@ def score_magnitude(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    roundings: float | None = None,
 ) -> float:
     """Return the size of what is rounded on the way to an lse of one sequence.
 
@@ -67,6 +90,8 @@ def score_magnitude(
     k : ndarray, shape (kv_len, num_kv_heads, head_dim)
     causal, window, softmax_scale
         As in `cuattn.reference.attention`.
+    roundings : float, optional
+        Of a score. Default: one for 16 products.
 
     Returns
     -------
@@ -82,7 +107,120 @@ def score_magnitude(
         start, stop = reference.visible_keys(i, seqlen_q, len(k), causal=causal, window=window)
         sums = np.einsum("hgd,khd->hgk", row, keys[start:stop])
         largest = max(largest, float(sums.max(initial=0)))
-    return largest * abs(scale) * LOG2_E * np.sqrt(max(1, head_dim / PRODUCTS_PER_ROUNDING))
+    count = head_dim / PRODUCTS_PER_ROUNDING if roundings is None else roundings
+    return largest * abs(scale) * LOG2_E * np.sqrt(max(1, count))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tolerances of one sequence are made of; see the top of the file.
+
+    Attributes
+    ----------
+    magnitude : float
+        See `score_magnitude`.
+    largest_value : float
+        The largest |v|.
+    slack_of_out, slack_of_lse : float
+        Further terms of rows in TBQ4.
+    """
+
+    magnitude: float
+    largest_value: float
+    slack_of_out: float = 0.0
+    slack_of_lse: float = 0.0
+
+
+def _ulps_of_float16(x: np.ndarray) -> np.ndarray:
+    """Return the ulps of rows that are brought to float16's upper range first, as rotated queries are."""
+    info = ml_dtypes.finfo(np.float16)
+    exponent = np.frexp(np.where(x == 0, 1, np.abs(x)))[1] - 1
+    lowest = np.frexp(np.abs(x).max(axis=-1, keepdims=True))[1] - 1 - (14 - int(info.minexp))
+    return 2.0 ** (np.maximum(exponent, lowest) - info.nmant)
+
+
+def _flips(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rotated_k: np.ndarray, scale: float, masks: dict[str, object]
+) -> tuple[float, float]:
+    """Return what one rounding of a rotated query to float16 may change in out and in lse."""
+    if len(k) == 0:
+        return 0.0, 0.0
+    rows = reference.rotate(q)
+    steps = abs(scale) * _ulps_of_float16(rows)  # [seqlen_q, num_qo_heads, head_dim]
+    moments, _ = reference.attention(
+        *(x[None] for x in (q, k, np.concatenate([rotated_k, rotated_k**2, v, v**2], axis=-1))), **masks
+    )
+    # Rows that see a NaN have no tolerance: only its place counts.
+    moments = np.nan_to_num(moments[0], posinf=0, neginf=0)
+    mean_k, square_k, mean_v, square_v = np.split(moments, (q.shape[-1], 2 * q.shape[-1], -v.shape[-1]), axis=-1)
+    deviation_k, deviation_v = (np.sqrt(np.maximum(s - m**2, 0)) for s, m in ((square_k, mean_k), (square_v, mean_v)))
+    top_k = np.abs(rotated_k).max(axis=0, initial=0, where=np.isfinite(rotated_k))
+    largest = float((steps * top_k.repeat(q.shape[1] // k.shape[1], axis=0)).max())
+    growth = float(np.exp(min(2 * largest, MAX_EXPONENT)))
+    in_lse = float((steps * np.sqrt(square_k)).max())
+    in_out = float(((steps * deviation_k).max(axis=-1) * deviation_v.max(axis=-1)).max())
+    top_v = float(np.abs(v).max(initial=0, where=np.isfinite(v)))
+    return min(growth * in_out, 2 * top_v), min(growth * in_lse, largest)
+
+
+def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Sizes:
+    parts = sorted(parts, key=lambda part: part.start)
+    k, v = (np.concatenate([exact_rows(getattr(part, x), np.float64) for part in parts]) for x in "kv")
+    largest = float(np.abs(v).max(initial=0, where=np.isfinite(v)))
+    score_masks = {name: x for name, x in masks.items() if name in {"causal", "window", "softmax_scale"}}
+    magnitude = score_magnitude(q, k, **score_masks)
+    out_slack = lse_slack = 0.0
+    head_dim = q.shape[-1]
+    stages = np.log2(min(head_dim, _tbq4.BLOCK))  # of a rotation
+    if any(isinstance(part.k, Tbq4Rows) for part in parts):
+        rotated_k = np.concatenate(
+            [
+                reference.dequantize(part.k.codes, part.k.norms, rotated=True)
+                if isinstance(part.k, Tbq4Rows)
+                else np.zeros(part.k.shape)
+                for part in parts
+            ]
+        )
+        # What is left of a key beside its rotated part: a mean, or all of a key in 16 bits.
+        rest = k - reference.unrotate(rotated_k)
+        q = q.astype(np.float64)
+        scale = head_dim**-0.5 if masks.get("softmax_scale") is None else masks["softmax_scale"]
+        roundings = head_dim / PRODUCTS_PER_ROUNDING + stages + 2
+        operands = (np.concatenate(x, axis=-1) for x in ((reference.rotate(q), q), (rotated_k, rest)))
+        magnitude = score_magnitude(*operands, **{**score_masks, "softmax_scale": scale}, roundings=roundings)
+        out_slack, lse_slack = _flips(q, k, v, rotated_k, scale, masks)
+    if any(isinstance(part.v, Tbq4Rows) for part in parts):
+        block = _tbq4.block_of(v.shape[-1])
+        blocks = v.reshape(*v.shape[:-1], v.shape[-1] // block, block)
+        length = np.sqrt((np.where(np.isfinite(blocks), blocks, 0) ** 2).sum(axis=-1)).max(initial=0.0)
+        out_slack += float(np.sqrt(stages + 1) * 2.0**-24 * length)
+    return Sizes(magnitude, largest, out_slack, lse_slack)
+
+
+def sizes_of(arrays: tuple[np.ndarray, ...], options: dict[str, object]) -> list[Sizes]:
+    """Return the sizes of each sequence of a call of decode; `options` are its keyword arguments."""
+    masks = {"causal": True} | {
+        name: options[name] for name in ("causal", "window", "softcap", "sinks", "softmax_scale") if name in options
+    }
+    q, k_cache, v_cache, kv_len = arrays
+    sizes = []
+
+    def note(tokens: np.ndarray, parts: list[Part], _: Options) -> tuple[float, float]:
+        sizes.append(_sizes_of(tokens, parts, masks))
+        return 0.0, 0.0
+
+    kept = Kept.of(*(options.get(name) for name in ("k_sink", "v_sink", "k_recent", "v_recent")))
+    attend_each(
+        note,
+        q if q.ndim == 4 else q[:, None],
+        k_cache,
+        v_cache,
+        Options(causal=True, window=None, softcap=None, sinks=None, softmax_scale=None),
+        kv_len=kv_len,
+        page_table=options.get("page_table"),
+        kept=kept,
+    )
+    return sizes
 
 
 def _assert_same_places(got: np.ndarray, ref: np.ndarray, context: object) -> None:
@@ -151,6 +289,8 @@ def assert_rows(
     dtype: npt.DTypeLike,
     magnitude: float,
     largest_value: float = 0.0,
+    slack_of_out: float = 0.0,
+    slack_of_lse: float = 0.0,
     context: object = "",
 ) -> None:
     """Assert the error law for out and, unless None, lse of the rows of one sequence.
@@ -165,11 +305,13 @@ def assert_rows(
         See `score_magnitude`.
     largest_value : float
         The largest finite |v| of a visible key.
+    slack_of_out, slack_of_lse : float
+        See `Sizes`.
     context : object
         Printed on failure.
     """
     out, lse = got
-    conditioning = 2 * ulp(magnitude, np.float32) * LN_2 * largest_value if magnitude else 0.0
+    conditioning = (2 * ulp(magnitude, np.float32) * LN_2 * largest_value if magnitude else 0.0) + slack_of_out
     assert_law(out, same[0], ref[0], dtype=dtype, conditioning=conditioning, context=f"out of {context}")
     is_empty = np.isneginf(ref[1])
     if np.any(np.asarray(out)[is_empty]):
@@ -177,29 +319,39 @@ def assert_rows(
     if lse is not None:
         finite = np.abs(ref[1]).max(initial=0.0, where=np.isfinite(ref[1]))
         size = max(magnitude, finite * LOG2_E)
-        assert_law(lse, same[1], ref[1], dtype=np.float32, magnitude=size, context=f"lse of {context}")
+        assert_law(
+            lse,
+            same[1],
+            ref[1],
+            dtype=np.float32,
+            magnitude=size,
+            conditioning=slack_of_lse,
+            context=f"lse of {context}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a decode problem should give: (out, lse) twice, and the sizes of each sequence's scores and values."""
+    """What a decode problem should give: (out, lse) twice, and the sizes of each sequence."""
 
     same: tuple[np.ndarray, np.ndarray]
     ref: tuple[np.ndarray, np.ndarray]
-    magnitudes: tuple[float, ...]
-    largest_values: tuple[float, ...]
+    sizes: tuple[Sizes, ...]
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """Sizes of each sequence's scores."""
+        return tuple(size.magnitude for size in self.sizes)
 
 
 @lru_cache(maxsize=64)
 def expected(problem: Problem) -> Expected:
     """Return the reference and the same-precision result of a problem."""
     arrays, options = problem.arrays(), problem.options()
-    masks = {name: options[name] for name in ("causal", "window")}
     return Expected(
         same=reference.decode_same_precision(*arrays, **options, return_lse=True),
         ref=reference.decode(*arrays, **options, return_lse=True),
-        magnitudes=tuple(score_magnitude(q, k, **masks) for q, k, _ in problem.sequences()),
-        largest_values=tuple(float(np.abs(v.astype(float)).max(initial=0)) for _, _, v in problem.sequences()),
+        sizes=tuple(sizes_of(arrays, options)),
     )
 
 
@@ -219,14 +371,13 @@ def assert_decode(problem: Problem, got_out: np.ndarray, got_lse: np.ndarray | N
     ):
         if got is not None and (got.dtype != wanted or got.shape != ref.shape):
             raise AssertionError(f"{name} must be {wanted} {ref.shape}, got {got.dtype} {got.shape}\n{problem}")
-    for b, magnitude in enumerate(want.magnitudes):
+    for b, sizes in enumerate(want.sizes):
         assert_rows(
             (got_out[b], None if got_lse is None else got_lse[b]),
             (want.same[0][b], want.same[1][b]),
             (want.ref[0][b], want.ref[1][b]),
             dtype=dtype,
-            magnitude=magnitude,
-            largest_value=want.largest_values[b],
+            **asdict(sizes),
             context=f"sequence {b} of {problem}",
         )
 

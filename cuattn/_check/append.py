@@ -249,7 +249,8 @@ def append(
     k_rows, v_rows = (x if x.ndim == 4 else x[:, None] for x in (k_new, v_new))  # noqa: PLR2004  with tokens
     if page_table is not None:
         require_page_table(page_table, batch, of="k_new")
-        require_pages(page_table, lengths, num_pages, page_size, newest=k_rows.shape[1])
+        if not is_gpu(lengths):
+            require_pages(page_table, lengths - k_rows.shape[1], lengths, num_pages, page_size)
     return AppendCall(
         k=AppendSide(k_rows, k_cache, _counter("k_cache", k_cache), k_sink, k_recent),
         v=AppendSide(v_rows, v_cache, _counter("v_cache", v_cache), v_sink, v_recent),

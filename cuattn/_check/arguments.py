@@ -56,8 +56,8 @@ def require_one_place(arrays: dict[str, Array | None]) -> None:
             raise ValueError(msg)
 
 
-def require_rows(name: str, x: Array) -> None:
-    """Refuse rows that are not contiguous or, in dtypes that a GPU takes, do not start at multiples of 16 bytes."""
+def require_rows(name: str, x: Array, alignment: int = _ROW_ALIGNMENT) -> None:
+    """Refuse rows that are not contiguous or, in dtypes that a GPU takes, do not start at multiples of `alignment`."""
     if x.size == 0:
         return
     if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
@@ -71,8 +71,8 @@ def require_rows(name: str, x: Array) -> None:
     offsets = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     if is_gpu(x):
         offsets.append(x.data.ptr)
-    if any(o % _ROW_ALIGNMENT for o in offsets):
-        msg = f"{name} must have rows that start at multiples of {_ROW_ALIGNMENT} bytes, got strides {x.strides}" + (
+    if any(o % alignment for o in offsets):
+        msg = f"{name} must have rows that start at multiples of {alignment} bytes, got strides {x.strides}" + (
             f" from address {x.data.ptr:#x}" if is_gpu(x) else ""
         )
         raise ValueError(msg)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cuattn import _plan
 from cuattn._arrays import Array, as_array, dtype_name, is_gpu
+from cuattn._cache import Cache
+from cuattn._check import cache as check_cache
 from cuattn._check.arguments import (
     CPU_DTYPES,
     GPU_DTYPES,
@@ -22,7 +24,7 @@ from cuattn._check.arguments import (
     require_shape,
     window_of,
 )
-from cuattn._check.lengths import lengths_of, require_page_table, require_pages
+from cuattn._check.lengths import lengths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class DecodeCall:
     ----------
     q, out : array, shape (batch, seqlen_q, num_qo_heads, head_dim)
         `out` is None if it must be allocated.
-    k_cache, v_cache : array, shape (num_pages, page_size, num_kv_heads, head_dim)
+    k_cache, v_cache : Cache
+        Of one shape; the formats are independent.
     kv_len : array, shape (batch,), int32
         A NumPy array also where the others are on a GPU, if the caller had the lengths on the host.
     page_table : array, shape (batch, max_pages), int32, or None
@@ -45,11 +48,14 @@ class DecodeCall:
         As in `decode`; `softcap` 0 means none.
     one_token : bool
         Whether the caller's q has no axis of query tokens.
+    sink, recent : tuple of array, shape (batch, num_sink or num_recent, num_kv_heads, head_dim), or None
+        Keys and values of the first tokens, and rings of the newest, that are read instead of the caches; at least one
+        row a sequence.
     """
 
     q: Array
-    k_cache: Array
-    v_cache: Array
+    k_cache: Cache
+    v_cache: Cache
     kv_len: Array
     page_table: Array | None
     causal: bool
@@ -60,6 +66,8 @@ class DecodeCall:
     num_splits: int | None
     out: Array | None
     one_token: bool
+    sink: tuple[Array, Array] | None = None
+    recent: tuple[Array, Array] | None = None
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -67,14 +75,14 @@ class DecodeCall:
         batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
         return _plan.DecodeProblem(
             dtype=_plan.Dtype(dtype_name(self.q)),
-            k_format=_plan.KvFormat.RAW16,
-            v_format=_plan.KvFormat.RAW16,
+            k_format=self.k_cache.kv_format,
+            v_format=self.v_cache.kv_format,
             batch=batch,
             seqlen_q=seqlen_q,
             num_qo_heads=num_qo_heads,
-            num_kv_heads=self.k_cache.shape[2],
+            num_kv_heads=self.k_cache.num_kv_heads,
             head_dim=head_dim,
-            max_kv_len=self.max_pages * self.k_cache.shape[1],
+            max_kv_len=self.max_pages * self.k_cache.page_size,
         )
 
     @property
@@ -97,33 +105,6 @@ def _queries(q: Array) -> None:
         integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
 
 
-def _caches(k_cache: Array, v_cache: Array, q: Array, *, paged: bool) -> None:
-    batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    leading = "(num_pages, page_size" if paged else "(batch, capacity"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
-        require_dtype(name, cache, (dtype_name(q),), " (the dtype of q)")
-        if cache.shape[-1] != head_dim:
-            msg = f"{name} must have head_dim {head_dim} as q, got {cache.shape[-1]} in shape {cache.shape}"
-            raise ValueError(msg)
-        require_rows(name, cache)
-    require_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
-    num_kv_heads = k_cache.shape[2]
-    if num_kv_heads == 0 or num_qo_heads % num_kv_heads or not 1 <= num_qo_heads // num_kv_heads <= _plan.MAX_GROUP:
-        msg = (
-            f"q must have 1 to {_plan.MAX_GROUP} query heads per KV head, a whole number, "
-            f"got {num_qo_heads} query heads and {num_kv_heads} KV heads of k_cache"
-        )
-        raise ValueError(msg)
-    for name, what, n in (("q", "batch", batch), ("k_cache", "number of KV heads", num_kv_heads)):
-        if n > _plan.MAX_GRID_YZ:
-            msg = f"{name} must have a {what} of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {n}"
-            raise ValueError(msg)
-    if not paged and k_cache.shape[0] != batch:
-        msg = f"k_cache must have batch {batch} as q (it is dense: page_table is None), got shape {k_cache.shape}"
-        raise ValueError(msg)
-
-
 def decode(
     q: Array,
     k_cache: Array,
@@ -137,6 +118,10 @@ def decode(
     sinks: Array | None = None,
     softmax_scale: object = None,
     num_splits: object = None,
+    k_sink: Array | None = None,
+    v_sink: Array | None = None,
+    k_recent: Array | None = None,
+    v_recent: Array | None = None,
     out: Array | None = None,
     contents: bool = True,
 ) -> DecodeCall:
@@ -144,30 +129,34 @@ def decode(
 
     Without `contents`, lengths and page-table entries may have any value.
     """
+    keys, values = check_cache.taken("k_cache", k_cache), check_cache.taken("v_cache", v_cache)
+    given = {
+        "page_table": page_table, "sinks": sinks, "out": out, "k_sink": k_sink, "v_sink": v_sink,
+        "k_recent": k_recent, "v_recent": v_recent,
+    }  # fmt: skip
     arrays: dict[str, Array | None] = {
         "q": as_array("q", q),
-        "k_cache": as_array("k_cache", k_cache),
-        "v_cache": as_array("v_cache", v_cache),
+        **check_cache.arrays_of("k_cache", keys),
+        **check_cache.arrays_of("v_cache", values),
+        **{name: None if x is None else as_array(name, x) for name, x in given.items()},
     }
-    for name, x in (("page_table", page_table), ("sinks", sinks), ("out", out)):
-        arrays[name] = None if x is None else as_array(name, x)
     require_one_place(arrays)
-    q, k_cache, v_cache, out = arrays["q"], arrays["k_cache"], arrays["v_cache"], arrays["out"]
-    page_table, sinks = arrays["page_table"], arrays["sinks"]
+    q, out, page_table, sinks = (arrays[name] for name in ("q", "out", "page_table", "sinks"))
     _queries(q)
     batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    _caches(k_cache, v_cache, q, paged=page_table is not None)
-    num_pages, page_size = k_cache.shape[:2]
-    capacity = page_size * (1 if page_table is None else page_table.shape[-1])
+    check_cache.caches(keys, values, q, paged=page_table is not None)
+    sink, recent = (
+        check_cache.kept(name, arrays[f"k_{name}"], arrays[f"v_{name}"], q, keys.num_kv_heads)
+        for name in ("sink", "recent")
+    )
+    capacity = keys.page_size * (1 if page_table is None else page_table.shape[-1])
     if capacity > _plan.MAX_KV_LEN:
         msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
         raise ValueError(msg)
     lengths = lengths_of(kv_len, batch, capacity, gpu=is_gpu(q), of="q", contents=contents)
     require_one_place({"q": q, "kv_len": lengths if is_gpu(lengths) else q})
     if page_table is not None:
-        require_page_table(page_table, batch, of="q")
-        if contents:
-            require_pages(page_table, lengths, num_pages, page_size)
+        check_cache.page_table(page_table, lengths, keys, sink=sink, recent=recent, contents=contents)
     if sinks is not None:
         _sinks(sinks, num_qo_heads, dtype_name(q))
     if out is not None:
@@ -185,8 +174,8 @@ def decode(
 
     return DecodeCall(
         q=with_tokens(q),
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=keys,
+        v_cache=values,
         kv_len=lengths,
         page_table=page_table,
         causal=flag("causal", causal),
@@ -197,4 +186,6 @@ def decode(
         num_splits=num_splits,
         out=with_tokens(out),
         one_token=q.ndim == 3,  # noqa: PLR2004
+        sink=sink,
+        recent=recent,
     )

@@ -57,16 +57,13 @@ def require_page_table(page_table: Array, batch: int, *, of: str) -> None:
     require_words("page_table", page_table)
 
 
-def require_pages(
-    page_table: Array, kv_len: Array, num_pages: int, page_size: int, *, newest: int | None = None
-) -> None:
-    """Refuse entries on the host that are no pages; only those of the `newest` tokens if that is given."""
-    if is_gpu(page_table) or is_gpu(kv_len):
+def require_pages(page_table: Array, begin: Array, end: Array, num_pages: int, page_size: int) -> None:
+    """Refuse entries on the host that are no pages, of those that hold tokens ``begin[b] <= token < end[b]``."""
+    if is_gpu(page_table) or is_gpu(end):
         return
-    start = np.arange(page_table.shape[1]) * page_size
-    end = kv_len[:, None].astype(np.int64)
-    begin = np.zeros_like(end) if newest is None else end - newest
-    used = (begin < end) & (start < end) & (start + page_size > begin)
+    begin, end = begin[:, None].astype(np.int64), end[:, None].astype(np.int64)
+    tokens = np.arange(page_table.shape[1]) * page_size
+    used = (begin < end) & (tokens < end) & (tokens + page_size > begin)
     bad = np.argwhere(used & ((page_table < 0) | (page_table >= num_pages)))
     if bad.size:
         row, column = bad[0]

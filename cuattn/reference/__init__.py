@@ -6,8 +6,9 @@ Slow and obvious on purpose. What a kernel computes is right when it agrees with
 from cuattn.reference.append import append
 from cuattn.reference.attention import attention, decode, prefill, visible_keys
 from cuattn.reference.merge import SoftmaxState, finish, merge, online_softmax, update
-from cuattn.reference.same_precision import attention_same_precision, decode_same_precision, tensor_core
+from cuattn.reference.same_precision import attention_same_precision, decode_same_precision
 from cuattn.reference.tbq4 import Quantized, dequantize, quantize, rotate, unrotate
+from cuattn.reference.tensor_core import tensor_core
 
 __all__ = [
     "Quantized",

@@ -4,45 +4,10 @@ Every entry point cuts its arrays into sequences, gathers the rows that a sequen
 a function on each: `_attend_exactly` here, another with the roundings of a GPU kernel in `same_precision`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
-Window: TypeAlias = tuple[int | None, int | None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What turns scores into weights, the same for every sequence of a call."""
-
-    causal: bool
-    window: Window
-    softcap: float | None
-    sinks: npt.ArrayLike | None
-    softmax_scale: float | None
-    dtype: npt.DTypeLike = np.float64
-    rounded: bool = False
-
-    @property
-    def lse_dtype(self) -> npt.DTypeLike:
-        """Dtype of lse: that of the result, but float32 where a kernel's roundings are wanted."""
-        return np.float32 if self.rounded else self.dtype
-
-    def scale(self, head_dim: int) -> float:
-        """Return `softmax_scale`, by default ``head_dim ** -0.5``."""
-        return float(head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale)
-
-    def sink_of_each_head(self, num_qo_heads: int, dtype: npt.DTypeLike) -> Array:
-        """Return one sink per query head, -inf for none."""
-        sinks = -np.inf if self.sinks is None else self.sinks
-        return np.broadcast_to(np.asarray(sinks).astype(dtype), num_qo_heads)
-
-
-Attend: TypeAlias = Callable[[Array, Array, Array, Options], tuple[Array, Array]]
+from cuattn.reference.sequences import Array, Attend, Cache, Kept, Options, Part, Window, attend_each, exact_rows
 
 
 def visible_keys(query: int, seqlen_q: int, kv_len: int, *, causal: bool, window: Window) -> tuple[int, int]:
@@ -84,8 +49,11 @@ def visible_keys(query: int, seqlen_q: int, kv_len: int, *, causal: bool, window
 
 # A sequence with infinite or NaN scores has the result that IEEE arithmetic gives; log 0 is an empty row.
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def _attend_exactly(q: Array, k: Array, v: Array, options: Options) -> tuple[Array, Array]:
-    """Attend within one sequence: q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]``."""
+def _attend_exactly(q: Array, parts: list[Part], options: Options) -> tuple[Array, Array]:
+    """Attend within one sequence: to all of its tokens in order, whatever the format of their rows."""
+    parts = sorted(parts, key=lambda part: part.start)
+    k = np.concatenate([exact_rows(part.k, options.dtype) for part in parts])
+    v = np.concatenate([exact_rows(part.v, options.dtype) for part in parts])
     seqlen_q, num_qo_heads, head_dim = q.shape
     kv_len, num_kv_heads, value_dim = v.shape
     group = num_qo_heads // num_kv_heads
@@ -94,7 +62,7 @@ def _attend_exactly(q: Array, k: Array, v: Array, options: Options) -> tuple[Arr
     lse = np.full((seqlen_q, num_qo_heads), -np.inf, options.dtype)
     for kv_head in range(num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        queries, keys, values = (x.astype(options.dtype) for x in (q[:, heads], k[:, kv_head], v[:, kv_head]))
+        queries, keys, values = q[:, heads].astype(options.dtype), k[:, kv_head], v[:, kv_head]
         for query in range(seqlen_q):
             # A slice of what is visible, rather than a mask: zero times a hidden NaN would be NaN.
             start, stop = visible_keys(query, seqlen_q, kv_len, causal=options.causal, window=options.window)
@@ -108,51 +76,6 @@ def _attend_exactly(q: Array, k: Array, v: Array, options: Options) -> tuple[Arr
             # The sink is the last weight; its value is zero, so it stands in the total only.
             out[query, heads] = weights[:, :-1] @ values[start:stop] / np.where(total == 0, 1, total)
             lse[query, heads] = (largest + np.log(total))[:, 0]
-    return out, lse
-
-
-def _rows_of_sequence(
-    x: Array, sequence: int, length: int | None, cu_seqlens: Array | None, page_table: Array | None
-) -> Array:
-    """Return the keys or values of one sequence as ``[length, num_kv_heads, ...]``, touching no other row."""
-    if page_table is not None:
-        if length is None:
-            raise ValueError("kv_len must be given with page_table")
-        pages = page_table[sequence, : -(-length // max(1, x.shape[1]))]
-        rows = x[pages].reshape(-1, *x.shape[2:])
-    elif cu_seqlens is not None:
-        rows = x[cu_seqlens[sequence] : cu_seqlens[sequence + 1]]
-    else:
-        rows = x[sequence]
-    if length is not None and not 0 <= length <= len(rows):
-        raise ValueError(f"kv_len must lie in 0 .. {len(rows)} for sequence {sequence}, got {length}")
-    return rows[:length]
-
-
-def attend_each(
-    attend: Attend,
-    q: Array,
-    k: Array,
-    v: Array,
-    options: Options,
-    *,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
-    kv_len: npt.ArrayLike | None = None,
-    page_table: Array | None = None,
-) -> tuple[Array, Array]:
-    """Call `attend` on every sequence and put the results together in the layout of `q`."""
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    is_ragged = cu_seqlens_q is not None and page_table is None and k.ndim == q.ndim
-    if is_ragged and cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    lengths = [None] * batch if kv_len is None else [int(n) for n in np.broadcast_to(np.asarray(kv_len), batch)]
-    out = np.zeros((*q.shape[:-1], v.shape[-1]), options.dtype)
-    lse = np.full(q.shape[:-1], -np.inf, options.lse_dtype)
-    for sequence in range(batch):
-        rows: Any = sequence if cu_seqlens_q is None else slice(cu_seqlens_q[sequence], cu_seqlens_q[sequence + 1])
-        keys, values = (_rows_of_sequence(x, sequence, lengths[sequence], cu_seqlens_k, page_table) for x in (k, v))
-        out[rows], lse[rows] = attend(q[rows], keys, values, options)
     return out, lse
 
 
@@ -170,8 +93,8 @@ def _store(result: Array, out: Array | None) -> Array:
 
 def attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     *,
     kv_len: npt.ArrayLike | None = None,
     causal: bool = False,
@@ -191,6 +114,7 @@ def attention(
     q : ndarray, shape (batch, seqlen_q, num_qo_heads, head_dim)
     k : ndarray, shape (batch, seqlen_k, num_kv_heads, head_dim)
     v : ndarray, shape (batch, seqlen_k, num_kv_heads, value_dim)
+        `k` and `v` may be rows in TBQ4 instead, as in `decode`.
     kv_len : int or ndarray, shape (batch,), optional
         Valid keys per sequence; rows past it are never read. Default: all.
     causal : bool, default False
@@ -219,8 +143,8 @@ def attention(
 
 def prefill(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     *,
     causal: bool = False,
     window: Window = None,
@@ -244,7 +168,7 @@ def prefill(
     k, v : ndarray, shape (batch, seqlen_k, num_kv_heads, ...) or (total_k, num_kv_heads, ...) or \
 (num_pages, page_size, num_kv_heads, ...)
         Dense, ragged with `cu_seqlens_k`, or paged with `page_table`; the last dimension is head_dim for k and
-        value_dim for v.
+        value_dim for v. Each may be rows in TBQ4 instead, as in `decode`.
     causal, window, softcap, sinks, softmax_scale
         As in `attention`.
     cu_seqlens_q, cu_seqlens_k : ndarray, shape (batch + 1,), int32, optional
@@ -285,19 +209,22 @@ def prefill(
 def decode_each(
     attend: Attend,
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Cache,
+    v_cache: Cache,
     options: Options,
     *,
     kv_len: npt.ArrayLike,
     page_table: Array | None,
+    kept: Kept,
     return_lse: bool,
     out: Array | None,
 ) -> Array | tuple[Array, Array]:
     """Call `attend` on the sequences of a decode, whose q may lack the axis of query tokens."""
-    has_one_token = q.ndim < k_cache.ndim
+    has_one_token = q.ndim == 3  # noqa: PLR2004  batch, heads, head_dim
     tokens = q[:, None] if has_one_token else q
-    result, lse = attend_each(attend, tokens, k_cache, v_cache, options, kv_len=kv_len, page_table=page_table)
+    result, lse = attend_each(
+        attend, tokens, k_cache, v_cache, options, kv_len=kv_len, page_table=page_table, kept=kept
+    )
     if has_one_token:
         result, lse = result[:, 0], lse[:, 0]
     result = _store(result, out)
@@ -306,8 +233,8 @@ def decode_each(
 
 def decode(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Cache,
+    v_cache: Cache,
     kv_len: npt.ArrayLike,
     *,
     page_table: Array | None = None,
@@ -317,6 +244,10 @@ def decode(
     sinks: npt.ArrayLike | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,  # noqa: ARG001  how a kernel cuts the keys is no part of the definition
+    k_sink: Array | None = None,
+    v_sink: Array | None = None,
+    k_recent: Array | None = None,
+    v_recent: Array | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     dtype: npt.DTypeLike = np.float64,
@@ -328,8 +259,10 @@ def decode(
     q : ndarray, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)
         The last token of each sequence, or its last `seqlen_q`; their keys and values are in the cache.
     k_cache, v_cache : ndarray, shape (batch, capacity, num_kv_heads, ...) or \
-(num_pages, page_size, num_kv_heads, ...)
-        Dense, or paged with `page_table`; the last dimension is head_dim for keys and value_dim for values.
+(num_pages, page_size, num_kv_heads, ...), or rows in TBQ4
+        Dense, or paged with `page_table`; the last dimension is head_dim for keys and value_dim for values. Each may be
+        a `Tbq4Array` instead, or any object with its `codes`, `norms` and `mean`: the rows are those of `dequantize`,
+        with the mean.
     kv_len : int or ndarray, shape (batch,)
         Valid tokens per sequence, those of `q` included. Rows past it are never read.
     page_table : ndarray, shape (batch, max_pages), int32, optional
@@ -341,6 +274,11 @@ def decode(
         As in `attention`.
     num_splits : int, optional
         Without effect on the result.
+    k_sink, v_sink : ndarray, shape (batch, num_sink, num_kv_heads, ...), optional
+        Rows of the tokens at positions below num_sink, read instead of the caches. Not to be confused with `sinks`.
+    k_recent, v_recent : ndarray, shape (batch, num_recent, num_kv_heads, ...), optional
+        Rows of the newest tokens, in rings: the token at position p, where ``p >= kv_len - num_recent`` and
+        ``p >= num_sink``, has slot ``p % num_recent``. Slots of other tokens are never read.
     return_lse : bool, default False
     out : ndarray, shape of the result, optional
     dtype : dtype, default float64
@@ -361,6 +299,7 @@ def decode(
         options,
         kv_len=kv_len,
         page_table=page_table,
+        kept=Kept.of(k_sink, v_sink, k_recent, v_recent),
         return_lse=return_lse,
         out=out,
     )

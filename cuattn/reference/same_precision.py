@@ -1,110 +1,84 @@
 """Attention in NumPy with the roundings of a GPU kernel: the yardstick of the error law."""
 
+from functools import reduce
+
 import numpy as np
 import numpy.typing as npt
 
-from cuattn.reference.attention import Array, Options, Window, attend_each, decode_each, visible_keys
+from cuattn.reference.attention import decode_each, visible_keys
+from cuattn.reference.merge import SoftmaxState
+from cuattn.reference.sequences import Array, Cache, Kept, Options, Part, Window, attend_each
+from cuattn.reference.tensor_core import scores, weighted_sums
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Products that one tensor-core instruction adds for 16-bit inputs.
-MMA_DEPTH = 16
-_FLOAT32_BITS = 23
-_GUARD_BITS = 2
-# Of zero: below all products, above what would underflow a float64.
-_NO_EXPONENT = -500
-# Bound memory, change no result: rows of a product, and queries of an attention, that are taken at once.
-_ROWS_AT_ONCE = 16
+# Bounds memory, changes no result: queries of an attention that are taken at once.
 QUERY_BLOCK = 64
 
 
-def truncate_to_float32(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Round toward zero, as the accumulators of Hopper's tensor cores do."""
-    nearest = x.astype(np.float32)
-    # Sign and magnitude: one less in the bits is one step toward zero.
-    return (nearest.view(np.uint32) - (np.abs(nearest) > np.abs(x))).view(np.float32)
+def _base(m: Array) -> Array:
+    return np.where(np.isneginf(m), 0, m)
 
 
-def _exponent(x: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
-    """Return floor(log2 |x|), and a very small number for zero."""
-    return np.where(x == 0, _NO_EXPONENT, np.frexp(x)[1] - 1).astype(np.int16)
+def _attend_part(rows: Array, part: Part, kv_head: int, ranges: Array, options: Options) -> SoftmaxState:
+    """Attend from query rows of one KV head to what they see of a part; scores in base-2 units."""
+    start, stop = int(ranges[:, 0].min()), int(ranges[:, 1].max())
+    k, v = part.of_head(kv_head, start, stop)
+    keys = max(start, part.start) + np.arange(len(k))
+    visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
+    scale = options.scale(rows.shape[-1])
+    x = scores(rows, k)
+    if options.softcap is None:
+        x = x * np.float32(scale * LOG2_E)
+    else:
+        x = np.float32(options.softcap * LOG2_E) * np.tanh(x * np.float32(scale / options.softcap))
+    x = np.where(visible, x, np.float32(-np.inf))
+    m = x.max(axis=1, initial=-np.inf)
+    weights = np.exp2(x - _base(m)[:, None])
+    return SoftmaxState(m, weights.sum(axis=1, dtype=np.float32), weighted_sums(weights, v, rows.dtype))
 
 
-def tensor_core(a: Array, b: Array) -> npt.NDArray[np.float32]:
-    """Multiply ``[rows, depth]`` by ``[depth, columns]`` of 16-bit values as ``mma.sync.m16n8k16`` does on an H200.
-
-    An instruction adds 16 products and its float32 accumulator: all 17 are shifted to the largest exponent among them
-    (a product counts with the sum of its factors' exponents), cut off 2 bits below a float32's last one, added, and the
-    sum is cut off to float32. Found by comparison with the chip, whose results it gives bit for bit
-    (``tests/gpu/test_tensor_core.py``); the truncation to one direction is what makes it matter.
-
-    Parameters
-    ----------
-    a, b : ndarray, float16 or bfloat16
-
-    Returns
-    -------
-    ndarray, float32
-    """
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    a_exponent, b_exponent = _exponent(a), _exponent(b)
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for row in range(0, a.shape[0], _ROWS_AT_ONCE):
-        rows = slice(row, row + _ROWS_AT_ONCE)
-        for start in range(0, a.shape[1], MMA_DEPTH):
-            depth = slice(start, start + MMA_DEPTH)
-            exponents = a_exponent[rows, depth, None] + b_exponent[None, depth]
-            accumulator = total[rows].astype(np.float64)
-            exponent = np.maximum(exponents.max(axis=1), _exponent(accumulator))
-            unit = np.ldexp(1.0, np.maximum(exponent, _NO_EXPONENT) - (_FLOAT32_BITS + _GUARD_BITS))
-            products = a[rows, depth, None] * b[None, depth]
-            products /= unit[:, None]
-            np.trunc(products, out=products)
-            total[rows] = truncate_to_float32((products.sum(axis=1) + np.trunc(accumulator / unit)) * unit)
-    return total
+def _join(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+    """Merge two states as partial results of splits are merged."""
+    m = np.maximum(a.m, b.m)
+    weights = np.exp2(a.m - _base(m)), np.exp2(b.m - _base(m))
+    total, sums = (
+        x * weights[0].reshape(shape) + y * weights[1].reshape(shape)
+        for x, y, shape in ((a.l, b.l, (-1,)), (a.o, b.o, (-1, 1)))
+    )
+    return SoftmaxState(m, total, sums)
 
 
 # As in `_attend_exactly`; float32 and 16-bit results may also overflow to infinity, as they do on a GPU.
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def attend_rounded(q: Array, k: Array, v: Array, options: Options) -> tuple[Array, Array]:
-    """Attend as `_attend_exactly` does, rounding where a kernel rounds."""
+def attend_rounded(q: Array, parts: list[Part], options: Options) -> tuple[Array, Array]:
+    """Attend as `_attend_exactly` does, rounding where a kernel rounds: to each part by itself, then all together."""
     seqlen_q, num_qo_heads, head_dim = q.shape
-    kv_len, num_kv_heads, value_dim = v.shape
+    kv_len = max(part.stop for part in parts)
+    num_kv_heads, value_dim = parts[0].value_shape
     group = num_qo_heads // num_kv_heads
     sinks = options.sink_of_each_head(num_qo_heads, np.float32) * np.float32(LOG2_E)
     out = np.zeros((seqlen_q, num_qo_heads, value_dim), q.dtype)
     lse = np.full((seqlen_q, num_qo_heads), -np.inf, np.float32)
     # One query at a time has no hidden keys in its range, so that no hidden value is multiplied by zero.
-    step = QUERY_BLOCK if np.isfinite(v).all() else 1
+    step = QUERY_BLOCK if all(part.has_finite_values for part in parts) else 1
     for first in range(0, seqlen_q, step):
         queries = range(first, min(first + step, seqlen_q))
-        ranges = np.array(
-            [visible_keys(i, seqlen_q, kv_len, causal=options.causal, window=options.window) for i in queries]
+        ranges = np.repeat(
+            [visible_keys(i, seqlen_q, kv_len, causal=options.causal, window=options.window) for i in queries],
+            group,
+            axis=0,
         )
-        start, stop = ranges[:, 0].min(), ranges[:, 1].max()
-        keys = np.arange(start, stop)
-        visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             rows = q[first : first + step, heads].reshape(-1, head_dim)
-            scores = tensor_core(rows, k[start:stop, kv_head].T)
-            scale = options.scale(head_dim)
-            if options.softcap is None:
-                scores = scores * np.float32(scale * LOG2_E)
-            else:
-                capped = np.tanh(scores * np.float32(scale / options.softcap))
-                scores = np.float32(options.softcap * LOG2_E) * capped
-            scores = np.where(np.repeat(visible, group, axis=0), scores, np.float32(-np.inf))
-            largest = scores.max(axis=1, initial=-np.inf)
-            weights = np.exp2(scores - np.where(np.isneginf(largest), 0, largest)[:, None])
-            total = weights.sum(axis=1, dtype=np.float32)
-            product = tensor_core(weights.astype(q.dtype), v[start:stop, kv_head])
+            state = reduce(_join, (_attend_part(rows, part, kv_head, ranges, options) for part in parts))
             sink = np.tile(sinks[heads], len(queries))
-            with_sink = np.maximum(largest, sink)
-            base = np.where(np.isneginf(with_sink), 0, with_sink)
-            rescale = np.exp2(largest - base)
-            total = total * rescale + np.exp2(sink - base)
-            row_out = product * (rescale / np.where(total == 0, 1, total))[:, None]
+            with_sink = np.maximum(state.m, sink)
+            base = _base(with_sink)
+            rescale = np.exp2(state.m - base)
+            total = state.l * rescale + np.exp2(sink - base)
+            row_out = state.o * (rescale / np.where(total == 0, 1, total))[:, None]
             row_lse = np.float32(LN_2) * (with_sink + np.log2(total))
             out[first : first + step, heads] = row_out.reshape(len(queries), group, value_dim).astype(q.dtype)
             lse[first : first + step, heads] = row_lse.reshape(len(queries), group)
@@ -113,8 +87,8 @@ def attend_rounded(q: Array, k: Array, v: Array, options: Options) -> tuple[Arra
 
 def attention_same_precision(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     *,
     causal: bool = False,
     window: Window = None,
@@ -130,12 +104,14 @@ def attention_same_precision(
 
     Scores and the product with v are sums as `tensor_core` makes them. Scaling, softcap,
     maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
-    second product only, and the quotient is rounded to that dtype. The sink joins after the last key.
+    second product only, and the quotient is rounded to that dtype. The sink joins after the last key. Rows in TBQ4 are
+    multiplied in the rotated domain, with levels in float16 and norms in float32; see `scores` and `weighted_sums` of
+    `cuattn.reference.tensor_core`.
 
     Parameters
     ----------
     q, k, v : ndarray, float16 or bfloat16
-        Shapes as in `prefill`.
+        Shapes as in `prefill`; k and v may be rows in TBQ4.
     causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
         As in `prefill`.
 
@@ -162,8 +138,8 @@ def attention_same_precision(
 
 def decode_same_precision(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Cache,
+    v_cache: Cache,
     kv_len: npt.ArrayLike,
     *,
     page_table: Array | None = None,
@@ -173,16 +149,24 @@ def decode_same_precision(
     sinks: npt.ArrayLike | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,  # noqa: ARG001  the same arguments as `decode`
+    k_sink: Array | None = None,
+    v_sink: Array | None = None,
+    k_recent: Array | None = None,
+    v_recent: Array | None = None,
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attend as `decode` does, rounding as `attention_same_precision` does.
 
+    The caches, the first tokens and the recent tokens give a partial result each, which are merged in this order in
+    float32.
+
     Parameters
     ----------
     q, k_cache, v_cache : ndarray, float16 or bfloat16
-        Shapes as in `decode`.
-    kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, return_lse, out
+        Shapes as in `decode`; the caches may be rows in TBQ4.
+    kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, k_sink, v_sink, k_recent, v_recent, \
+return_lse, out
         As in `decode`.
 
     Returns
@@ -201,6 +185,7 @@ def decode_same_precision(
         options,
         kv_len=kv_len,
         page_table=page_table,
+        kept=Kept.of(k_sink, v_sink, k_recent, v_recent),
         return_lse=return_lse,
         out=out,
     )

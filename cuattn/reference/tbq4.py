@@ -129,6 +129,14 @@ def quantize(x: Array, *, mean: npt.ArrayLike | None = None, strict: bool = Fals
     return Quantized(codes.reshape(*x.shape[:-1], x.shape[-1] // 2), norms, int(too_large.sum()))
 
 
+def levels(codes: Array) -> npt.NDArray[np.float32]:
+    """Return the levels of code bytes ``[..., head_dim / 2]`` as ``[..., blocks, block]``."""
+    head_dim = 2 * codes.shape[-1]
+    block = _tbq4.block_of(head_dim)
+    index = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], head_dim // block, block)
+    return _tbq4.codebook(block)[index]
+
+
 def dequantize(
     codes: Array,
     norms: Array,
@@ -160,12 +168,9 @@ def dequantize(
     """
     if rotated and mean is not None:
         raise ValueError("mean must be None for rotated values: it belongs to the original domain")
-    head_dim = 2 * codes.shape[-1]
-    block = _tbq4.block_of(head_dim)
-    index = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], head_dim // block, block)
     with np.errstate(invalid="ignore"):
-        values = _tbq4.codebook(block)[index].astype(np.float64) * norms[..., None].astype(np.float64)
-    values = values.reshape(*codes.shape[:-1], head_dim)
+        values = levels(codes).astype(np.float64) * norms[..., None].astype(np.float64)
+    values = values.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     if not rotated:
         values = unrotate(values)
     if mean is not None:

@@ -238,6 +238,10 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "sinks": None,
                 "softmax_scale": None,
                 "num_splits": None,
+                "k_sink": None,
+                "v_sink": None,
+                "k_recent": None,
+                "v_recent": None,
                 "return_lse": False,
                 "out": None,
             },
@@ -253,8 +257,9 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
             ["q", "k_cache", "v_cache", "kv_len"],
             {"page_table": None, "num_splits": None, "device": None},
         ),
+        (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],
-    ids=["decode", "merge", "append", "plan_decode"],
+    ids=["decode", "merge", "append", "plan_decode", "channel_mean"],
 )
 def test_arrays_are_positional_and_everything_else_is_a_keyword(
     function: Callable[..., Any], positional: list[str], keywords: dict[str, Any]
@@ -279,7 +284,9 @@ def test_append_of_the_reference_has_the_same_arguments():
     assert [(p.name, p.kind, p.default) for p in public] == [(p.name, p.kind, p.default) for p in defined]
 
 
-@pytest.mark.parametrize("function", [*PUBLIC, cuattn.append, cuattn.plan_decode], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [*PUBLIC, cuattn.append, cuattn.plan_decode, cuattn.channel_mean], ids=lambda f: f.__name__
+)
 def test_every_argument_is_documented(function: Callable[..., Any]) -> None:
     document = re.split(r"\n(?=\w+\n---)", inspect.getdoc(function).partition("Parameters\n")[2])[0]
     lines = [line.partition(" : ")[0] for line in document.splitlines() if line[:1].isalpha()]
@@ -294,6 +301,7 @@ def test_the_public_names_are_those_documented() -> None:
         "Tbq4Array",
         "__version__",
         "append",
+        "channel_mean",
         "decode",
         "dequantize",
         "merge",

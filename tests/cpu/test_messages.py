@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -63,6 +64,28 @@ def parts() -> dict[str, Any]:
 
 def caches(*shape: int, dtype: Any = np.float16) -> dict[str, np.ndarray]:
     return {"k_cache": np.zeros(shape, dtype), "v_cache": np.zeros(shape, dtype)}
+
+
+def tbq4(*shape: int, mean: np.ndarray | None = None) -> cuattn.Tbq4Array:
+    """Rows of zeros in TBQ4."""
+    codes = np.full((*shape[:-1], shape[-1] // 2), 0x88, np.uint8)
+    return cuattn.Tbq4Array(codes, half(*shape[:-1], max(1, shape[-1] // 128)), mean)
+
+
+def wide(codes_gap: int, norms_gap: int, head_dim: int) -> cuattn.Tbq4Array:
+    """Rows of codes and of norms with gaps of so many elements between them."""
+    rows = tbq4(2, 10, 2, head_dim)
+    planes = [
+        np.zeros((*plane.shape[:-1], plane.shape[-1] + gap), plane.dtype)[..., : plane.shape[-1]]
+        for plane, gap in ((rows.codes, codes_gap), (rows.norms, norms_gap))
+    ]
+    return cuattn.Tbq4Array(*planes)
+
+
+def planes(**changes: Any) -> SimpleNamespace:
+    """What looks like rows in TBQ4, and was not checked."""
+    rows = tbq4(2, 10, 2, 64, mean=single(2, 64))
+    return SimpleNamespace(**{"codes": rows.codes, "norms": rows.norms, "mean": rows.mean, **changes})
 
 
 # What can be told from shapes, dtypes and strides: decode and plan_decode refuse it alike.
@@ -152,6 +175,74 @@ FORM = [
     Bad("num_splits is a bool", {"num_splits": True}, EITHER, ("num_splits", "True")),
     Bad("a keyword is unknown", {"scale": 1.0}, TypeError, ("scale",)),
 ]
+# The same of caches in TBQ4, whose head_dims are fewer.
+TBQ4_FORM = [
+    Bad("k_cache in TBQ4 has 3 axes", {"k_cache": tbq4(2, 10, 64)}, ValueError, ("k_cache", "(2, 10, 64)", "head_dim")),
+    Bad("v_cache in TBQ4 has 2 axes", {"v_cache": tbq4(10, 64)}, ValueError, ("v_cache", "(10, 64)", "num_kv_heads")),
+    Bad(
+        "k_cache in TBQ4 has another head_dim",
+        {"k_cache": tbq4(2, 10, 2, 128)},
+        ValueError,
+        ("k_cache", "head_dim", "64", "(2, 10, 2, 128)"),
+    ),
+    *(
+        Bad(
+            f"{name} in TBQ4 for head_dim 96",
+            {"q": half(2, 4, 96), **caches(2, 10, 2, 96), name: tbq4(2, 10, 2, 64)},
+            ValueError,
+            ("q", "head_dim", "96", name, "64, 128, 256, 512"),
+        )
+        for name in ("k_cache", "v_cache")
+    ),
+    Bad(
+        "v_cache in TBQ4 holds more tokens",
+        {"v_cache": tbq4(2, 11, 2, 64)},
+        ValueError,
+        ("v_cache", "k_cache", "(2, 10, 2, 64)", "(2, 11, 2, 64)"),
+    ),
+    Bad(
+        "k_cache in TBQ4 has fewer heads",
+        {"k_cache": tbq4(2, 10, 1, 64)},
+        ValueError,
+        ("v_cache", "k_cache", "(2, 10, 1, 64)", "(2, 10, 2, 64)"),
+    ),
+    Bad(
+        "dense caches in TBQ4 of 3 sequences",
+        {"k_cache": tbq4(3, 10, 2, 64), "v_cache": tbq4(3, 10, 2, 64)},
+        ValueError,
+        ("k_cache", "2", "(3, 10, 2, 64)", "q"),
+    ),
+    Bad("rows of codes are not aligned", {"k_cache": wide(8, 0, 64)}, ValueError, ("k_cache.codes", "16 bytes")),
+    *(
+        Bad(
+            f"norms of head_dim {head_dim} are not aligned",
+            {"q": half(2, 4, head_dim), **caches(2, 10, 2, head_dim), "v_cache": wide(0, gap, head_dim)},
+            ValueError,
+            ("v_cache.norms", f"{multiple} bytes"),
+        )
+        for head_dim, gap, multiple in ((256, 1, 4), (512, 2, 8))
+    ),
+    Bad("codes are int32", {"k_cache": planes(codes=index(0))}, EITHER, ("k_cache.codes",)),
+    Bad("norms are float32", {"v_cache": planes(norms=single(2, 10, 2, 1))}, TypeError, ("v_cache.norms", "float32")),
+    Bad(
+        "norms are too few",
+        {"k_cache": planes(norms=half(2, 9, 2, 1))},
+        ValueError,
+        ("k_cache.norms", "(2, 9, 2, 1)", "(2, 10, 2, 1)"),
+    ),
+    Bad(
+        "the mean is of one head",
+        {"k_cache": planes(mean=single(1, 64))},
+        ValueError,
+        ("k_cache.mean", "(1, 64)", "(2, 64)"),
+    ),
+    Bad(
+        "k_cache is what the reference encodes",
+        {"k_cache": cuattn.reference.quantize(single(2, 10, 2, 64))},
+        TypeError,
+        ("k_cache", "Quantized", "Tbq4Array"),
+    ),
+]
 PAGED_FORM = [
     Bad("page_table has 1 axis", {"page_table": index(0, 0, 0)}, ValueError, ("page_table", "(3,)", "max_pages")),
     Bad("page_table has 3 rows", {"page_table": index(*[[0] * 3] * 3)}, ValueError, ("page_table", "2", "(3, 3)", "q")),
@@ -224,6 +315,52 @@ OPTIONS = [
     Bad("sinks are a list", {"sinks": [0.0] * 4}, TypeError, ("sinks", "list", "array")),
     Bad("causal is a string", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
     Bad("return_lse is a string", {"return_lse": "no"}, TypeError, ("return_lse", "'no'", "True or False")),
+]
+KEPT = [
+    *(
+        Bad(f"{name} comes alone", {name: half(2, 3, 2, 64)}, ValueError, (name, other, "None"))
+        for pair in (("k_sink", "v_sink"), ("k_recent", "v_recent"))
+        for name, other in (pair, pair[::-1])
+    ),
+    *(
+        bad
+        for name in ("sink", "recent")
+        for k, v in ((f"k_{name}", f"v_{name}"),)
+        for bad in (
+            Bad(f"{k} has 3 axes", {k: half(3, 2, 64), v: half(3, 2, 64)}, ValueError, (k, "(3, 2, 64)", "batch")),
+            Bad(
+                f"{k} has another batch",
+                {k: half(1, 3, 2, 64), v: half(1, 3, 2, 64)},
+                ValueError,
+                (k, "(1, 3, 2, 64)", "(2, 3, 2, 64)"),
+            ),
+            Bad(
+                f"{k} has the heads of q",
+                {k: half(2, 3, 4, 64), v: half(2, 3, 4, 64)},
+                ValueError,
+                (k, "(2, 3, 4, 64)", "(2, 3, 2, 64)"),
+            ),
+            Bad(
+                f"{v} has more tokens",
+                {k: half(2, 3, 2, 64), v: half(2, 4, 2, 64)},
+                ValueError,
+                (v, k, "(2, 4, 2, 64)", "(2, 3, 2, 64)"),
+            ),
+            Bad(
+                f"{v} is bfloat16",
+                {k: half(2, 3, 2, 64), v: half(2, 3, 2, 64).astype(BFLOAT16)},
+                TypeError,
+                (v, "bfloat16", "float16", "q"),
+            ),
+            Bad(
+                f"{k} has gaps in its rows",
+                {k: half(2, 3, 2, 128)[..., ::2], v: half(2, 3, 2, 64)},
+                ValueError,
+                (k, "contiguous", "4"),
+            ),
+            Bad(f"{k} is in TBQ4", {k: tbq4(2, 3, 2, 64), v: half(2, 3, 2, 64)}, TypeError, (k, "Tbq4Array", "array")),
+        )
+    ),
 ]
 DECODE_OUT = [
     Bad("out has a longer axis", {"out": half(2, 4, 128)}, ValueError, ("out", "(2, 4, 128)", "(2, 4, 64)", "q")),
@@ -339,7 +476,7 @@ def preset(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.full(shape, 77, dtype)
 
 
-@named(FORM, CONTENTS, OPTIONS)
+@named(FORM, TBQ4_FORM, CONTENTS, OPTIONS, KEPT)
 def test_decode_names_what_it_refuses_and_writes_nothing(bad: Bad) -> None:
     assert_refused(cuattn.decode, {**dense(), "out": preset((2, 4, 64), np.float16)}, bad)
 
@@ -354,7 +491,7 @@ def test_decode_names_why_it_refuses_out(bad: Bad) -> None:
     assert_refused(cuattn.decode, dense(), bad)
 
 
-@named(FORM)
+@named(FORM, TBQ4_FORM)
 def test_plan_decode_refuses_what_decode_refuses(bad: Bad) -> None:
     assert_refused(cuattn.plan_decode, dense(), bad)
 
@@ -392,6 +529,33 @@ def test_page_table_entries_past_the_used_ones_may_be_anything(entry: int) -> No
     cuattn.decode(*arrays, 0, page_table=np.full_like(table, entry))
 
 
+def test_pages_whose_tokens_are_all_kept_elsewhere_need_no_entry() -> None:
+    """But the table must have the others: 10 tokens in pages of 4, of which 4 to 6 are in the caches."""
+    call = paged()
+    arrays = [call[name] for name in ("q", "k_cache", "v_cache")]
+    kept = {f"{x}_{name}": half(2, n, 2, 64) for x in "kv" for name, n in (("sink", 4), ("recent", 3))}
+    cuattn.decode(*arrays, [3, 10], page_table=index([99] * 3, [99, 2, 99]), **kept)
+    words = ("page_table[1, 1]", "99", "0 to 4")
+    changes = {"page_table": index([99] * 3, [1, 99, 3]), **kept}
+    assert_refused(cuattn.decode, call, Bad("", changes, ValueError, words))
+
+
+@named(
+    [
+        Bad("x has 2 axes", {"x": half(4, 64)}, ValueError, ("x", "(4, 64)", "tokens", "num_kv_heads")),
+        Bad("x is int32", {"x": np.zeros((3, 2, 64), np.int32)}, TypeError, ("x", "int32", "float16", "bfloat16")),
+        Bad("x is a list", {"x": [1.0]}, TypeError, ("x", "list", "array")),
+        Bad("x has no token", {"x": half(0, 2, 64)}, ValueError, ("x", "(0, 2, 64)", "tokens")),
+        Bad("x has no sequence", {"x": half(0, 5, 2, 64)}, ValueError, ("x", "(0, 5, 2, 64)", "tokens")),
+        Bad("all tokens are left out", {"x": half(2, 3, 2, 64), "skip": 3}, ValueError, ("x", "(2, 3, 2, 64)", "3")),
+        Bad("skip is negative", {"skip": -1}, ValueError, ("skip", "-1")),
+        Bad("skip is a float", {"skip": 1.0}, TypeError, ("skip", "1.0", "integer")),
+    ]
+)
+def test_channel_mean_names_what_it_refuses(bad: Bad) -> None:
+    assert_refused(cuattn.channel_mean, {"x": half(3, 2, 64)}, bad)
+
+
 def test_the_unchanged_calls_are_right() -> None:
     """Otherwise the tables above would prove nothing."""
     arrays = ("q", "k_cache", "v_cache", "kv_len")
@@ -401,6 +565,8 @@ def test_the_unchanged_calls_are_right() -> None:
         assert cuattn.decode(*(call[name] for name in arrays), **options, out=out) is out
         assert not out.any()
         assert cuattn.plan_decode(*(call[name] for name in arrays), **options).num_splits >= 1
+    for k_cache, v_cache in ((tbq4(2, 10, 2, 64), half(2, 10, 2, 64)), (planes(), wide(16, 1, 64))):
+        assert not cuattn.decode(half(2, 4, 64), k_cache, v_cache, 10).any()
     out = preset((2, 4, 64), np.float32)
     assert cuattn.merge(*parts().values(), out=out)[0] is out
     assert not out.any()

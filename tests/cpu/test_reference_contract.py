@@ -13,7 +13,7 @@ from strategies import DTYPES, Problem
 from tolerance import LOG2_E, assert_decode, assert_law, expected, score_magnitude, ulp
 
 from cuattn import reference
-from cuattn.reference.same_precision import truncate_to_float32
+from cuattn.reference.tensor_core import truncate_to_float32
 
 problems = partial(
     strategies.problems,

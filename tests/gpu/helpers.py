@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import cupy
 import numpy as np
 from strategies import Problem
-from tolerance import assert_decode, assert_rows, score_magnitude
+from tolerance import assert_decode, assert_rows, sizes_of
 
 import cuattn
 from cuattn import reference
@@ -17,7 +18,9 @@ BUSY_ELEMENTS = 1 << 26
 
 
 def to_device(x: Any) -> Any:
-    """Copy a NumPy array to the GPU; return anything else."""
+    """Copy a NumPy array, or rows in TBQ4, to the GPU; return anything else."""
+    if isinstance(x, cuattn.Tbq4Array):
+        return cuattn.Tbq4Array(*(to_device(part) for part in (x.codes, x.norms, x.mean)))
     return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
 
@@ -57,32 +60,17 @@ def check(problem: Problem, **more: Any) -> None:
     assert_decode(problem, *decode(problem, **more))
 
 
-def keys(k_cache: np.ndarray, kv_len: np.ndarray, page_table: np.ndarray | None) -> Iterator[np.ndarray]:
-    """Yield the valid keys of each sequence."""
-    for b, n in enumerate(kv_len):
-        if page_table is None:
-            yield k_cache[b, :n]
-        else:
-            used = page_table[b, : -(-n // k_cache.shape[1])]
-            yield k_cache[used].reshape(-1, *k_cache.shape[2:])[:n]
-
-
-def assert_call(arrays: tuple[np.ndarray, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray]) -> None:
+def assert_call(arrays: tuple[Any, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray]) -> None:
     """Assert the error law of a call that no `Problem` describes, each sequence by itself."""
-    q, k_cache, _, kv_len = arrays
-    masks = {
-        "causal": True,
-        **{name: options[name] for name in ("causal", "window", "softmax_scale") if name in options},
-    }
+    q, *_, kv_len = arrays
     same = reference.decode_same_precision(*arrays, **options, return_lse=True)
     ref = reference.decode(*arrays, **options, return_lse=True)
-    tokens = q if q.ndim == 4 else q[:, None]
-    for b, k in enumerate(keys(k_cache, kv_len, options.get("page_table"))):
+    for b, sizes in enumerate(sizes_of(arrays, options)):
         assert_rows(
             *(tuple(x[b] for x in pair) for pair in (got, same, ref)),
             dtype=q.dtype,
-            magnitude=score_magnitude(tokens[b], k, **masks),
-            context=f"sequence {b} with {len(k)} keys, q {q.shape} {q.dtype}, {sorted(options)}",
+            **asdict(sizes),
+            context=f"sequence {b} with {kv_len[b]} keys, q {q.shape} {q.dtype}, {sorted(options)}",
         )
 
 

@@ -1,0 +1,73 @@
+"""A checked KV cache of either format, as the checks hand it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ._arrays import Array
+from ._kinds import KvFormat
+
+
+class Planes(NamedTuple):
+    """Rows in TBQ4, as `Tbq4Array` holds them."""
+
+    codes: Array
+    norms: Array
+    mean: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys or values, in pages or dense; dense caches have a page a sequence.
+
+    Attributes
+    ----------
+    rows : array, shape (num_pages, page_size, num_kv_heads, head_dim), or with head_dim / 2 codes of uint8
+        Elements, or the codes of rows in TBQ4.
+    norms : array, shape (num_pages, page_size, num_kv_heads, head_dim / block), float16, or None
+        None unless the format is TBQ4.
+    mean : array, shape (num_kv_heads, head_dim), float32, or None
+        Contiguous. Stored rows are without it.
+    kv_format : KvFormat
+    """
+
+    rows: Array
+    norms: Array | None = None
+    mean: Array | None = None
+    kv_format: KvFormat = KvFormat.RAW16
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, or sequences of a dense cache."""
+        return int(self.rows.shape[0])
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return int(self.rows.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return int(self.rows.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row."""
+        return int(self.rows.shape[-1]) * (2 if self.kv_format is KvFormat.TBQ4 else 1)
+
+    @property
+    def ndim(self) -> int:
+        """Axes; the checks leave only caches with four."""
+        return int(self.rows.ndim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rows as elements."""
+        return (*self.rows.shape[:-1], self.head_dim)
+
+    @property
+    def given(self) -> Array | Planes:
+        """What `cuattn.reference` takes: the rows, or the planes of TBQ4."""
+        return self.rows if self.norms is None else Planes(self.rows, self.norms, self.mean)

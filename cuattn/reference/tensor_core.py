@@ -1,0 +1,135 @@
+"""The sum of products that a tensor core makes, and the products of attention that are made of it."""
+
+import numpy as np
+import numpy.typing as npt
+
+from cuattn import _tbq4
+from cuattn.reference.sequences import Array, Rows, Tbq4Rows
+from cuattn.reference.tbq4 import levels, rotate, unrotate
+
+# Products that one tensor-core instruction adds for 16-bit inputs.
+MMA_DEPTH = 16
+_FLOAT32_BITS = 23
+_GUARD_BITS = 2
+# Of zero: below all products, above what would underflow a float64.
+_NO_EXPONENT = -500
+# Bounds memory, changes no result: rows of a product that are taken at once.
+_ROWS_AT_ONCE = 16
+# Rotated queries are scaled so that the largest value of a row lies below 2^15, and weights times norms so that it
+# lies below 1: sums of both keep clear of the ends of float16.
+_QUERY_EXPONENT = 15
+_WEIGHT_EXPONENT = 0
+
+
+def truncate_to_float32(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Round toward zero, as the accumulators of Hopper's tensor cores do."""
+    nearest = x.astype(np.float32)
+    # Sign and magnitude: one less in the bits is one step toward zero.
+    return (nearest.view(np.uint32) - (np.abs(nearest) > np.abs(x))).view(np.float32)
+
+
+def _exponent(x: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
+    """Return floor(log2 |x|), and a very small number for zero."""
+    return np.where(x == 0, _NO_EXPONENT, np.frexp(x)[1] - 1).astype(np.int16)
+
+
+def tensor_core(a: Array, b: Array) -> npt.NDArray[np.float32]:
+    """Multiply ``[rows, depth]`` by ``[depth, columns]`` of 16-bit values as ``mma.sync.m16n8k16`` does on an H200.
+
+    An instruction adds 16 products and its float32 accumulator: all 17 are shifted to the largest exponent among them
+    (a product counts with the sum of its factors' exponents), cut off 2 bits below a float32's last one, added, and the
+    sum is cut off to float32. Found by comparison with the chip, whose results it gives bit for bit
+    (``tests/gpu/test_tensor_core.py``); the truncation to one direction is what makes it matter.
+
+    Parameters
+    ----------
+    a, b : ndarray, float16 or bfloat16
+
+    Returns
+    -------
+    ndarray, float32
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    a_exponent, b_exponent = _exponent(a), _exponent(b)
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for row in range(0, a.shape[0], _ROWS_AT_ONCE):
+        rows = slice(row, row + _ROWS_AT_ONCE)
+        for start in range(0, a.shape[1], MMA_DEPTH):
+            depth = slice(start, start + MMA_DEPTH)
+            exponents = a_exponent[rows, depth, None] + b_exponent[None, depth]
+            accumulator = total[rows].astype(np.float64)
+            exponent = np.maximum(exponents.max(axis=1), _exponent(accumulator))
+            unit = np.ldexp(1.0, np.maximum(exponent, _NO_EXPONENT) - (_FLOAT32_BITS + _GUARD_BITS))
+            products = a[rows, depth, None] * b[None, depth]
+            products /= unit[:, None]
+            np.trunc(products, out=products)
+            total[rows] = truncate_to_float32((products.sum(axis=1) + np.trunc(accumulator / unit)) * unit)
+    return total
+
+
+def _factor(x: Array, exponent: int) -> npt.NDArray[np.float64]:
+    """Return the power of two that takes the largest finite value of each row to 2^(exponent - 1) .. 2^exponent."""
+    axes = tuple(range(1, x.ndim))
+    largest = np.abs(x).max(axis=axes, initial=0.0, where=np.isfinite(x), keepdims=True).astype(np.float64)
+    return np.where(largest == 0, 1.0, np.ldexp(1.0, exponent - np.frexp(largest)[1]))
+
+
+def scores(q: Array, k: Rows) -> npt.NDArray[np.float32]:
+    """Return the dot products of queries and keys of one head.
+
+    For keys in TBQ4 the queries are rotated, brought to a common size and rounded to float16; the levels of a block are
+    float16; its sum is multiplied with its norm, and the product of query and mean is added last.
+
+    Parameters
+    ----------
+    q : ndarray, shape (rows, head_dim), float16 or bfloat16
+    k : ndarray or Tbq4Rows, shape (keys, head_dim)
+
+    Returns
+    -------
+    ndarray, shape (rows, keys), float32
+    """
+    if not isinstance(k, Tbq4Rows):
+        return tensor_core(q, k.T)
+    block = _tbq4.block_of(q.shape[-1])
+    rotated = rotate(q, dtype=np.float32).astype(np.float64)
+    factor = _factor(rotated, _QUERY_EXPONENT)
+    q16 = (rotated * factor).astype(np.float16).reshape(len(q), -1, block)
+    levels16 = levels(k.codes).astype(np.float16)
+    total = np.zeros((len(q), len(k)), np.float32)
+    for b in range(q16.shape[1]):
+        total += tensor_core(q16[:, b], levels16[:, b].T) * k.norms[:, b].astype(np.float32)
+    total = (total / factor).astype(np.float32)
+    if k.mean is not None:
+        total += (q.astype(np.float64) @ k.mean.astype(np.float64)).astype(np.float32)[:, None]
+    return total
+
+
+def weighted_sums(weights: npt.NDArray[np.float32], v: Rows, dtype: npt.DTypeLike) -> npt.NDArray[np.float32]:
+    """Return the sums of the values of one head times their weights.
+
+    For values in TBQ4 a weight takes the norm of a block in and the products of a row are brought to a common size
+    before they are rounded to float16; the sums are rotated back, and the mean joins with the sum of the weights.
+
+    Parameters
+    ----------
+    weights : ndarray, shape (rows, keys), float32
+    v : ndarray or Tbq4Rows, shape (keys, value_dim)
+    dtype : dtype
+        To which weights of 16-bit values are rounded.
+
+    Returns
+    -------
+    ndarray, shape (rows, value_dim), float32
+    """
+    if not isinstance(v, Tbq4Rows):
+        return tensor_core(weights.astype(dtype), v)
+    w = weights[:, :, None] * v.norms.astype(np.float32)
+    factor = _factor(w, _WEIGHT_EXPONENT)
+    w16, levels16 = (w * factor).astype(np.float16), levels(v.codes).astype(np.float16)
+    blocks = [tensor_core(w16[:, :, b], levels16[:, b]) for b in range(w.shape[2])]
+    rotated = (np.concatenate(blocks, axis=1) / factor[:, 0]).astype(np.float32)
+    total: npt.NDArray[np.float32] = unrotate(rotated, dtype=np.float32)
+    if v.mean is not None:
+        total += weights.sum(axis=1, dtype=np.float32)[:, None] * v.mean
+    return total

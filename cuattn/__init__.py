@@ -1,6 +1,7 @@
 """Exact attention for NVIDIA GPUs without a deep-learning framework."""
 
 from . import reference
+from ._append import append
 from ._decode import decode, plan_decode
 from ._merge import merge
 from ._nvrtc import CompileError
@@ -14,6 +15,7 @@ __all__ = [
     "Device",
     "Tbq4Array",
     "__version__",
+    "append",
     "channel_mean",
     "decode",
     "dequantize",

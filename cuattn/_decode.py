@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _merge, _params, _plan, reference
+from . import _arrays, _check, _jit, _merge, _plan, _segments, reference
 from ._arrays import Array
 from ._quantize import Tbq4Array
 
@@ -191,72 +190,26 @@ def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
 
 
 def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
-    if call.sink or call.recent:  # sink/recent
-        raise NotImplementedError
     cupy = _arrays.import_cupy()
     q = call.q
     ordinal = q.device.id
     with cupy.cuda.Device(ordinal):
-        plan = _plan.decode_plan(call.problem, _arrays.device(ordinal), call.num_splits)
+        device = _arrays.device(ordinal)
+        found = _segments.segments(call, device)
         out = cupy.empty(q.shape, q.dtype) if call.out is None else call.out
         lse = cupy.empty(q.shape[:-1], cupy.float32) if with_lse else None
         if q.size == 0:
             return out, lse
         kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
-        parts = states = None
-        if plan.num_splits > 1:
-            parts = cupy.empty(plan.out_partial_shape, cupy.float32)
-            states = cupy.empty((*plan.out_partial_shape[:-1], 2), cupy.float32)
-        kernel = _jit.kernel(plan.config, ordinal, plan.device.arch)
-        params = params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks)
-        kernel.launch(plan.grid, plan.block, params)
-        if plan.num_splits > 1:
+        shape, parts, states = _segments.partial_shape(found), None, None
+        if shape is not None:
+            parts = cupy.empty(shape, cupy.float32)
+            states = cupy.empty((*shape[:-1], 2), cupy.float32)
+        for plan, params in _segments.launches(
+            call, found, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks
+        ):
+            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
+        if parts is not None:
             _merge.launch(parts, states, out, lse)
     return out, lse
-
-
-def params_of(
-    call: _check.DecodeCall,
-    plan: _plan.DecodePlan,
-    *,
-    out: Array,
-    lse: Array | None,
-    parts: Array | None,
-    states: Array | None,
-    kv_len: Array,
-    sinks: Array | None,
-) -> np.ndarray[Any, Any]:
-    """Fill the parameters of decode.cu from arrays in one place; `lse` and the parts are contiguous."""
-    left, right = call.window
-    log2_e = math.log2(math.e)
-    values: dict[str, float] = {
-        "seqlen_q": call.q.shape[1],
-        "num_qo_heads": call.q.shape[2],
-        "group": plan.problem.group,
-        "page_size": call.k_cache.page_size,
-        "max_pages": call.max_pages,
-        "num_splits": plan.num_splits,
-        "window_left": left,
-        "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
-        "softmax_scale_log2": call.softmax_scale * log2_e,
-        "softcap_log2": call.softcap * log2_e,
-        "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
-        "kv_len_stride": kv_len.strides[0],
-    }
-    for name, array in (
-        ("q", call.q), ("k", call.k_cache.rows), ("v", call.v_cache.rows), ("out", out), ("lse", lse),
-        ("out_partial", parts), ("state_partial", states), ("kv_len", kv_len), ("page_table", call.page_table),
-        ("sinks", sinks),
-    ):  # fmt: skip
-        values[name] = _arrays.pointer(array)
-    for name, array, axes in (
-        ("q", call.q, ("batch", "token", "head")),
-        ("k", call.k_cache.rows, ("page", "token", "head")),
-        ("v", call.v_cache.rows, ("page", "token", "head")),
-        ("out", out, ("batch", "token", "head")),
-        ("page_table", call.page_table, ("batch", "page")),
-    ):
-        strides = (0, 0) if array is None else array.strides
-        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
-    return _params.fill(_params.DECODE, values)

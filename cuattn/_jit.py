@@ -71,8 +71,11 @@ def _constant(name: str, value: object) -> str:
 
 def prelude(config: Config) -> str:
     """Text in front of a kernel: the config as ``namespace cfg``."""
-    lines = [f"// {config!r}", '#include "common/types.cuh"', "namespace cfg {"]
-    lines += [_constant(name, value) for name, value in config.constants().items()]
+    constants = config.constants()
+    # The format's headers are read only where there are its constants.
+    lines = [f"// {config!r}", f"#define CUATTN_TBQ4 {int('BLOCK' in constants)}"]
+    lines += ['#include "common/types.cuh"', "namespace cfg {"]
+    lines += [_constant(name, value) for name, value in constants.items()]
     return "\n".join([*lines, "}  // namespace cfg", ""])
 
 

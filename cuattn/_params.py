@@ -13,7 +13,7 @@ _I32 = np.int32
 _F32 = np.float32
 
 
-def _struct(**fields: type[np.generic]) -> np.dtype[np.void]:
+def _struct(**fields: type[np.generic] | np.dtype[np.void]) -> np.dtype[np.void]:
     return np.dtype(list(fields.items()), align=True)
 
 
@@ -21,6 +21,10 @@ DECODE = _struct(
     q=_POINTER,
     k=_POINTER,
     v=_POINTER,
+    k_norms=_POINTER,
+    v_norms=_POINTER,
+    k_mean=_POINTER,
+    v_mean=_POINTER,
     out=_POINTER,
     lse=_POINTER,
     out_partial=_POINTER,
@@ -37,6 +41,12 @@ DECODE = _struct(
     v_stride_page=_I64,
     v_stride_token=_I64,
     v_stride_head=_I64,
+    k_norms_stride_page=_I64,
+    k_norms_stride_token=_I64,
+    k_norms_stride_head=_I64,
+    v_norms_stride_page=_I64,
+    v_norms_stride_token=_I64,
+    v_norms_stride_head=_I64,
     out_stride_batch=_I64,
     out_stride_token=_I64,
     out_stride_head=_I64,
@@ -47,8 +57,12 @@ DECODE = _struct(
     num_qo_heads=_I32,
     group=_I32,
     page_size=_I32,
-    max_pages=_I32,
+    capacity=_I32,
     num_splits=_I32,
+    first_key=_I32,
+    last_keys=_I32,
+    end_key=_I32,
+    skip_last=_I32,
     window_left=_I32,
     window_right=_I32,
     softmax_scale_log2=_F32,
@@ -109,8 +123,50 @@ DEQUANTIZE = _struct(
     heads=_I32,
 )
 
+APPEND_SIDE = _struct(
+    rows=_POINTER,
+    cache=_POINTER,
+    norms=_POINTER,
+    mean=_POINTER,
+    clamped=_POINTER,
+    sink=_POINTER,
+    recent=_POINTER,
+    rows_stride_batch=_I64,
+    rows_stride_token=_I64,
+    rows_stride_head=_I64,
+    cache_stride_page=_I64,
+    cache_stride_token=_I64,
+    cache_stride_head=_I64,
+    norms_stride_page=_I64,
+    norms_stride_token=_I64,
+    norms_stride_head=_I64,
+    sink_stride_batch=_I64,
+    sink_stride_token=_I64,
+    sink_stride_head=_I64,
+    recent_stride_batch=_I64,
+    recent_stride_token=_I64,
+    recent_stride_head=_I64,
+)
 
-def fill(struct: np.dtype[np.void], values: Mapping[str, float]) -> np.ndarray[Any, Any]:
+APPEND = _struct(
+    k=APPEND_SIDE,
+    v=APPEND_SIDE,
+    kv_len=_POINTER,
+    page_table=_POINTER,
+    kv_len_stride=_I64,
+    page_table_stride_batch=_I64,
+    page_table_stride_page=_I64,
+    num_rows=_I64,
+    seqlen_new=_I32,
+    num_kv_heads=_I32,
+    page_size=_I32,
+    capacity=_I32,
+    num_sink=_I32,
+    num_recent=_I32,
+)
+
+
+def fill(struct: np.dtype[np.void], values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """Return one parameter struct, as an array of one element; fields that `values` does not name are 0."""
     names = struct.names or ()
     if unknown := values.keys() - set(names):

@@ -26,6 +26,7 @@ class Tbq4Array:
         What was subtracted from the rows before encoding; `dequantize` adds it.
     clamped : int or array of one int32, default 0
         Norms that float16 could not hold and that are 65504; on a GPU a device array, so that nothing waits for it.
+        `append` adds to an array.
 
     Raises
     ------

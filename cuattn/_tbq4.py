@@ -85,6 +85,16 @@ def midpoints(block: int) -> npt.NDArray[np.float32]:
     return MIDPOINTS * _scale(block)
 
 
+def rotation_constants(block: int) -> dict[str, object]:
+    """Return what kernels need to rotate blocks of 64 or 128 values, by the names of ``kv/tbq4_rotation.cuh``."""
+    return {
+        "BLOCK": block,
+        "ROOT": float(np.float32(block**-0.5)),
+        "SIGNS1": sign_words(SIGNS1),
+        "SIGNS2": sign_words(SIGNS2),
+    }
+
+
 def block_bytes(block: int) -> int:
     """Return the bytes of an interchange block: the norm, then two codes a byte."""
     return NORM_BYTES + block // 2

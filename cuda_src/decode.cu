@@ -7,6 +7,7 @@
 //
 // Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
+// Formats of K and V are policies, each by itself (kv/kv.cuh).
 #include "common/mask.cuh"
 #include "common/paging.cuh"
 #include "common/params.cuh"
@@ -17,7 +18,8 @@
 namespace {
 
 using Elem = ElemOf<cfg::DTYPE>::type;
-using Kv = KvOf<cfg::KV_FORMAT, Elem, cfg::HEAD_DIM>::type;
+using K = KvOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
+using V = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM>::type;
 using QTile = Tile16<cfg::HEAD_DIM>;
 
 constexpr int ROWS = 8 * cfg::ROW_TILES;
@@ -25,18 +27,32 @@ constexpr int DIM_BLOCKS = cfg::HEAD_DIM / 16;
 constexpr int KEY_BLOCKS = cfg::TILE_KV / 16;
 constexpr int O_STRIDE = cfg::HEAD_DIM + 4;  // floats; the padding keeps the four t of a quad in different banks
 static_assert(cfg::TILE_KV == 16 || cfg::TILE_KV == 32, "each lane looks up the page of one row of a tile");
-static_assert(cfg::TILE_KV * Kv::CHUNKS % WARP == 0, "a tile is a whole number of 16-byte copies per lane");
+static_assert(cfg::TILE_KV * K::CHUNKS % WARP == 0 && cfg::TILE_KV * V::CHUNKS % WARP == 0,
+              "a tile is a whole number of 16-byte copies per lane");
 static_assert(cfg::NUM_STAGES >= 2, "K and V of a step are in flight together");
+static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
+              "norms reach shared memory one tile of their kind late");
+static_assert(cfg::NUM_STAGES % 2 == 0 || cfg::K_FORMAT == cfg::V_FORMAT, "slots serve K or V, or have one size");
+
+// A slot of the ring: rows, then their norms.
+template <class Kv>
+constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
+constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
 
 struct Smem {
   union {
-    alignas(128) u8 ring[cfg::NUM_WARPS][cfg::NUM_STAGES][cfg::TILE_KV * Kv::ROW_BYTES];
+    struct {
+      alignas(128) u8 ring[cfg::NUM_WARPS][RING_BYTES];
+      alignas(128) u8 table[cfg::TABLE_BYTES];  // of a format's levels; 128 unused bytes without one
+    };
     float o[cfg::NUM_WARPS][ROWS][O_STRIDE];  // after the loop
   };
   alignas(128) u8 q[ROWS * QTile::ROW_BYTES];
+  float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K is in a rotated domain
   float m[cfg::NUM_WARPS][ROWS];
   float l[cfg::NUM_WARPS][ROWS];
   float weight[cfg::NUM_WARPS][ROWS];  // of a warp's o in the result
+  float keys[ROWS];                    // sum of the keys' weights in the result
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and decode.cu disagree on shared memory");
 static_assert(sizeof(DecodeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
@@ -59,7 +75,10 @@ struct Work {
   }
   __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
     // The rows that pad a tile see what the last one sees.
-    return visible_keys(token(p, min(row, num_rows - 1)), p.seqlen_q, kv_len, p.window_left, p.window_right);
+    KeyRange r = visible_keys(token(p, min(row, num_rows - 1)), p.seqlen_q, kv_len, p.window_left, p.window_right);
+    r.lo = max(r.lo, max(p.first_key, kv_len - p.last_keys));
+    r.hi = min(r.hi, min(p.end_key, kv_len - p.skip_last));
+    return r;
   }
 };
 
@@ -73,9 +92,8 @@ __device__ __forceinline__ Work find_work(const DecodeParams& p) {
   w.row0 = blockIdx.x % row_blocks * ROWS;
   w.num_rows = min(ROWS, all_rows - w.row0);
   const int len = *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
-  const i64 capacity = static_cast<i64>(p.max_pages) * p.page_size;
-  w.kv_len = max(0, static_cast<int>(min(static_cast<i64>(len), capacity)));
-  const int lo = w.keys(p, 0).lo, hi = w.keys(p, w.num_rows - 1).hi;
+  w.kv_len = max(0, min(len, p.capacity));
+  const int lo = w.keys(p, 0).lo, hi = max(lo, w.keys(p, w.num_rows - 1).hi);
   // Splits are whole steps and at least MIN_SPLIT keys; with few keys the last splits are empty.
   const int per_split = (max(0, hi - lo) + p.num_splits - 1) / p.num_splits;
   const int chunk = max(cfg::MIN_SPLIT, (per_split + cfg::TILE_KV - 1) / cfg::TILE_KV * cfg::TILE_KV);
@@ -84,70 +102,124 @@ __device__ __forceinline__ Work find_work(const DecodeParams& p) {
   return w;
 }
 
-// Copies K and V tiles of one warp into its ring, in the order K V K V ...
-struct Loader {
-  const u8* k;
-  const u8* v;
-  PageTable pages;
-  i64 k_page, k_token, v_page, v_token;
-  int end;
-  int position;   // of this lane's row in the next tile
-  int next_page;  // its page, read one step ahead of its use
-  i64 v_offset;   // of this lane's row in the V tile that follows
-  int v_valid;    // rows of that tile before `end`
-  u8* slot;
+// Norms of one row, as they are loaded from their plane and stored in a slot.
+template <int N>
+struct RowNorms {
+  u16 bits[N];
+};
+template <>
+struct RowNorms<2> {
+  u32 bits;
+};
+template <>
+struct RowNorms<4> {
+  uint2 bits;
+};
+template <>
+struct RowNorms<0> {};
 
-  __device__ __forceinline__ Loader(const DecodeParams& p, const Work& w, u8* ring, int warp, int lane) {
-    k = p.k + w.kv_head * p.k_stride_head;
-    v = p.v + w.kv_head * p.v_stride_head;
-    const u8* table = reinterpret_cast<const u8*>(p.page_table);
-    pages = {table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch, p.page_table_stride_page,
-             p.page_size, w.batch};
-    k_page = p.k_stride_page;
-    k_token = p.k_stride_token;
-    v_page = p.v_stride_page;
-    v_token = p.v_stride_token;
-    end = w.end;
-    position = w.begin + warp * cfg::TILE_KV + lane % cfg::TILE_KV;
-    next_page = position < end ? pages.page(position) : 0;
-    v_offset = 0;
-    v_valid = 0;
-    slot = ring;
-  }
+// The rows of K or of V: where they lie, and the norms of the last tile, which wait in registers for the next one.
+template <class Kv>
+struct Stream {
+  using Norms = RowNorms<Kv::NORMS>;
+  const u8* rows;
+  const u8* norms;
+  i64 page, token, norms_page, norms_token;  // strides
+  Norms waiting;
+  u8* waiting_slot;
 
-  __device__ __forceinline__ void copy(const u8* base, i64 row_offset, int valid, int lane) {
+  __device__ __forceinline__ Stream(const u8* rows_of_head, i64 stride_page, i64 stride_token, const u8* norms_of_head,
+                                    i64 norms_stride_page, i64 norms_stride_token, u8* first_slot)
+      : rows(rows_of_head),
+        norms(norms_of_head),
+        page(stride_page),
+        token(stride_token),
+        norms_page(norms_stride_page),
+        norms_token(norms_stride_token),
+        waiting{},
+        waiting_slot(first_slot) {}
+
+  __device__ __forceinline__ void copy(u8* slot, i64 row_offset, int valid, int lane) const {
 #pragma unroll
     for (int i = 0; i < cfg::TILE_KV * Kv::CHUNKS / WARP; ++i) {
       const int index = i * WARP + lane;
       const int row = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
       const i64 offset = __shfl_sync(FULL_MASK, row_offset, row);
       // Rows past the end are written as zeros: 0 * NaN in P V would show what lies there.
-      ptx::cp_async16(slot + Kv::offset(row, chunk), base + offset + chunk * 16, row < valid);
+      ptx::cp_async16(slot + Kv::offset(row, chunk), rows + offset + chunk * 16, row < valid);
     }
   }
 
-  __device__ __forceinline__ void advance(u8* ring) {
-    slot += cfg::TILE_KV * Kv::ROW_BYTES;
-    if (slot == ring + cfg::NUM_STAGES * cfg::TILE_KV * Kv::ROW_BYTES) slot = ring;
+  // Stores the norms that were loaded for the tile before, and loads those of this one: a whole step is their latency.
+  // Rows past the end have the norm 0.
+  __device__ __forceinline__ void load_norms(u8* slot, i64 norms_offset, bool valid, int lane) {
+    if constexpr (Kv::NORMS > 0) {
+      if (lane < cfg::TILE_KV) {
+        reinterpret_cast<Norms*>(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)[lane] = waiting;
+      }
+      waiting = Norms{};
+      if (valid) waiting = *reinterpret_cast<const Norms*>(norms + norms_offset);
+      waiting_slot = slot;
+    }
+  }
+};
+
+// Norm `part` of row `row` of a tile.
+template <class Kv>
+__device__ __forceinline__ float norm_of(const u8* tile, int row, int part) {
+  return ptx::to_float(reinterpret_cast<const Half*>(tile + cfg::TILE_KV * Kv::ROW_BYTES)[row * Kv::NORMS + part]);
+}
+
+// Copies K and V tiles of one warp into its ring, in the order K V K V ...
+struct Loader {
+  Stream<K> k;
+  Stream<V> v;
+  PageTable pages;
+  int end;
+  int position;            // of this lane's row in the next tile
+  int next_page;           // its page, read one step ahead of its use
+  int page, slot_in_page;  // of this lane's row in the V tile that follows
+  int v_valid;             // rows of that tile before `end`
+  bool row_valid;          // whether this lane's row is one of them
+  u8* slot;
+
+  __device__ __forceinline__ Loader(const DecodeParams& p, const Work& w, u8* ring, int warp, int lane)
+      : k(p.k + w.kv_head * p.k_stride_head, p.k_stride_page, p.k_stride_token,
+          p.k_norms + w.kv_head * p.k_norms_stride_head, p.k_norms_stride_page, p.k_norms_stride_token, ring),
+        v(p.v + w.kv_head * p.v_stride_head, p.v_stride_page, p.v_stride_token,
+          p.v_norms + w.kv_head * p.v_norms_stride_head, p.v_norms_stride_page, p.v_norms_stride_token,
+          ring + SLOT_BYTES<K>) {
+    const u8* table = reinterpret_cast<const u8*>(p.page_table);
+    pages = {table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch, p.page_table_stride_page,
+             p.page_size, w.batch};
+    end = w.end;
+    position = w.begin + warp * cfg::TILE_KV + lane % cfg::TILE_KV;
+    next_page = position < end ? pages.page(position) : 0;
+    page = slot_in_page = v_valid = 0;
+    row_valid = false;
+    slot = ring;
   }
 
   // One group each, empty past the last tile, so that a wait can count groups.
   __device__ __forceinline__ void load_k(u8* ring, int lane) {
     v_valid = end - (position - lane % cfg::TILE_KV);
+    row_valid = position < end;
+    page = next_page;
+    slot_in_page = row_valid ? pages.slot(position) : 0;
     if (v_valid > 0) {
-      const i64 page = next_page, token = position < end ? pages.slot(position) : 0;
-      v_offset = page * v_page + token * v_token;
-      copy(k, page * k_page + token * k_token, v_valid, lane);
+      k.copy(slot, page * k.page + slot_in_page * k.token, v_valid, lane);
       position += cfg::NUM_WARPS * cfg::TILE_KV;
       next_page = position < end ? pages.page(position) : 0;
     }
+    k.load_norms(slot, page * k.norms_page + slot_in_page * k.norms_token, row_valid, lane);
     ptx::cp_async_commit();
-    advance(ring);
+    slot = next_slot<K>(slot, ring);
   }
   __device__ __forceinline__ void load_v(u8* ring, int lane) {
-    if (v_valid > 0) copy(v, v_offset, v_valid, lane);
+    if (v_valid > 0) v.copy(slot, page * v.page + slot_in_page * v.token, v_valid, lane);
+    v.load_norms(slot, page * v.norms_page + slot_in_page * v.norms_token, row_valid, lane);
     ptx::cp_async_commit();
-    advance(ring);
+    slot = next_slot<V>(slot, ring);
   }
   // The tile that follows tile `tile` of the sequence K V K V ... by NUM_STAGES - 1.
   template <bool AFTER_K>
@@ -157,6 +229,11 @@ struct Loader {
     } else {
       load_v(ring, lane);
     }
+  }
+  template <class Kv, class Byte>
+  static __device__ __forceinline__ Byte* next_slot(Byte* at, u8* ring) {
+    at += SLOT_BYTES<Kv>;
+    return at == ring + RING_BYTES ? ring : at;
   }
 };
 
@@ -188,110 +265,198 @@ struct QueryFragments {
 };
 
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
-__device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
-                                           const QueryFragments& queries, int lane) {
+__device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* table,
+                                           const u8* q, const QueryFragments& queries, int lane) {
+  constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
 #pragma unroll
-  for (int i = 0; i < KEY_BLOCKS; ++i) {
+  for (int part = 0; part < K::PARTS; ++part) {
+    typename K::Keys keys[KEY_BLOCKS];
+    float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
 #pragma unroll
-    for (int n = 0; n < cfg::ROW_TILES; ++n) {
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+      keys[i].load(tile, i * 16, part, lane);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][n][e] = 0.f;
+      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[i][n][e] = 0.f;
+      }
     }
-  }
 #pragma unroll
-  for (int pair = 0; pair < DIM_BLOCKS / 2; ++pair) {
-    u32 b[cfg::ROW_TILES][4];
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      u32 b[cfg::ROW_TILES][4];
 #pragma unroll
-    for (int n = 0; n < cfg::ROW_TILES; ++n) queries.get(b[n], q, n, pair, lane);
+      for (int n = 0; n < cfg::ROW_TILES; ++n) queries.get(b[n], q, n, part * PAIRS + pair, lane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < KEY_BLOCKS; ++i) {
-        u32 a[4];
-        Kv::load_k(a, tile, i * 16, 2 * pair + half, lane);
+        for (int i = 0; i < KEY_BLOCKS; ++i) {
+          u32 a[4];
+          keys[i].get(a, 2 * pair + half, table);
 #pragma unroll
-        for (int n = 0; n < cfg::ROW_TILES; ++n) {
-          const u32 part[2] = {b[n][2 * half], b[n][2 * half + 1]};
-          ptx::mma_m16n8k16<Elem>(s[i][n], a, part);
+          for (int n = 0; n < cfg::ROW_TILES; ++n) {
+            const u32 operand[2] = {b[n][2 * half], b[n][2 * half + 1]};
+            ptx::mma_m16n8k16<typename K::Operand>(sum[i][n], a, operand);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+      float norms[2] = {1.f, 1.f};  // of rows g and g + 8
+      if constexpr (K::NORMS > 0) {
+        norms[0] = norm_of<K>(tile, i * 16 + tile_row(lane / 4), part);
+        norms[1] = norm_of<K>(tile, i * 16 + tile_row(lane / 4) + 8, part);
+      }
+#pragma unroll
+      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float x = K::NORMS > 0 ? sum[i][n][e] * norms[e / 2] : sum[i][n][e];
+          s[i][n][e] = part == 0 ? x : s[i][n][e] + x;
         }
       }
     }
   }
 }
 
-// o[n][mb] += V^T P^T; p as left by ColumnState::update.
-__device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4],
-                                           const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, int lane) {
+// P of each part of V: probabilities, times the norms of V's rows where it has norms.
+using Weights = float[V::PARTS][KEY_BLOCKS][cfg::ROW_TILES][4];
+
+// o[n][mb] += V^T P^T.
+__device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p, const u8* tile,
+                                           const u8* table, int lane) {
+  constexpr int PART_BLOCKS = DIM_BLOCKS / V::PARTS;
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
-    // P^T: an accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g).
-    u32 b[cfg::ROW_TILES][2];
 #pragma unroll
-    for (int n = 0; n < cfg::ROW_TILES; ++n) {
-      b[n][0] = ptx::movmatrix_trans(ptx::pack2<Elem>(p[i][n][0], p[i][n][1]));
-      b[n][1] = ptx::movmatrix_trans(ptx::pack2<Elem>(p[i][n][2], p[i][n][3]));
-    }
+    for (int part = 0; part < V::PARTS; ++part) {
+      // P^T: an accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g).
+      u32 b[cfg::ROW_TILES][2];
 #pragma unroll
-    for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-      u32 a[4];
-      Kv::load_v(a, tile, i * 16, mb, lane);
+      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+        const float (&x)[4] = p[part][i][n];
+        b[n][0] = ptx::movmatrix_trans(ptx::pack2<typename V::Operand>(x[0], x[1]));
+        b[n][1] = ptx::movmatrix_trans(ptx::pack2<typename V::Operand>(x[2], x[3]));
+      }
+      typename V::Values values;
+      values.load(tile, i * 16, part, lane);
 #pragma unroll
-      for (int n = 0; n < cfg::ROW_TILES; ++n) ptx::mma_m16n8k16<Elem>(o[n][mb], a, b[n]);
+      for (int mb = 0; mb < PART_BLOCKS; ++mb) {
+        u32 a[4];
+        values.get(a, mb, table);
+#pragma unroll
+        for (int n = 0; n < cfg::ROW_TILES; ++n) {
+          ptx::mma_m16n8k16<typename V::Operand>(o[n][part * PART_BLOCKS + mb], a, b[n]);
+        }
+      }
     }
   }
 }
 
 // As multiply_v for a tile with infinities or NaN, where 0 times a hidden value would show: each row adds its own keys
-// only. Slow, and rare: such values next to the newest tokens of a call with several of them.
-__device__ __forceinline__ void multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4],
-                                                   const float (&p)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile,
-                                                   const DecodeParams& params, const Work& w, int key0, int lane) {
-  const int g = lane / 4, t = lane % 4;
+// only. Slow, and rare: such values next to the newest tokens of a call with several of them. Returns false, having
+// done nothing, for other tiles, and for all of a format with norms: there a hidden row has the weight 0 and finite
+// levels.
+template <class Kv>
+__device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p,
+                                                   const u8* tile, const DecodeParams& params, const Work& w, int key0,
+                                                   int lane) {
+  if constexpr (Kv::NORMS > 0) {
+    return false;
+  } else {
+    if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int n = 0; n < cfg::ROW_TILES; ++n) {
+    for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const KeyRange keys = w.keys(params, n * 8 + 2 * t + c);
-      const int lo = keys.lo - key0, hi = min(keys.hi, w.end) - key0;
+      for (int c = 0; c < 2; ++c) {
+        const KeyRange keys = w.keys(params, n * 8 + 2 * t + c);
+        const int lo = keys.lo - key0, hi = min(keys.hi, w.end) - key0;
 #pragma unroll
-      for (int i = 0; i < KEY_BLOCKS; ++i) {
-        for (int key = 0; key < 16; ++key) {
-          const float held =
-              key < 8 ? p[i][n][c] : p[i][n][c + 2];  // of keys g and g + 8, the same row in lanes of one t
-          const float weight = __shfl_sync(FULL_MASK, held, key % 8 * 4 + t);
-          if (i * 16 + key < lo || i * 16 + key >= hi) continue;
+        for (int i = 0; i < KEY_BLOCKS; ++i) {
+          for (int row = 0; row < 16; ++row) {
+            const float held =
+                row < 8 ? p[0][i][n][c] : p[0][i][n][c + 2];  // of rows g and g + 8, the same query in lanes of one t
+            const float weight = __shfl_sync(FULL_MASK, held, row % 8 * 4 + t);
+            const int key = i * 16 + tile_row(row);
+            if (key < lo || key >= hi) continue;
 #pragma unroll
-          for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-            o[n][mb][c] += weight * Kv::value(tile, i * 16 + key, mb * 16 + g);
-            o[n][mb][c + 2] += weight * Kv::value(tile, i * 16 + key, mb * 16 + g + 8);
+            for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
+              o[n][mb][c] += weight * Kv::value(tile, key, Kv::dim(mb, g, 0));
+              o[n][mb][c + 2] += weight * Kv::value(tile, key, Kv::dim(mb, g, 1));
+            }
           }
         }
       }
     }
+    return true;
   }
 }
 
-__device__ __forceinline__ void load_queries(const DecodeParams& p, const Work& w, u8* q) {
-  for (int index = threadIdx.x; index < ROWS * QTile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
-    const int row = index / QTile::CHUNKS, chunk = index % QTile::CHUNKS;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (row < w.num_rows) {
-      value = ptx::ld_global_nc_v4(p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token +
-                                   w.head(p, row) * p.q_stride_head + chunk * 16);
+__device__ __forceinline__ void load_queries(const DecodeParams& p, const Work& w, Smem& sm) {
+  const auto address = [&](int row) {
+    return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
+  };
+  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
+  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS,
+                   [&](int row) { return row < w.num_rows ? address(row) : nullptr; });
+}
+
+// Scores in log2 units from raw ones.
+struct ScoreScale {
+  float factor[cfg::ROW_TILES][2], bias[cfg::ROW_TILES][2];
+
+  __device__ __forceinline__ ScoreScale(const DecodeParams& p, const Smem& sm, int lane) {
+    const float factor_of_all = p.softcap_log2 != 0.f ? p.scale_over_softcap : p.softmax_scale_log2;
+#pragma unroll
+    for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = n * 8 + lane % 4 * 2 + c;
+        factor[n][c] = K::IN_ROTATED_DOMAIN ? sm.q_scale[row] * factor_of_all : factor_of_all;
+        bias[n][c] = K::IN_ROTATED_DOMAIN ? sm.q_bias[row] * factor_of_all : 0.f;
+      }
     }
-    *reinterpret_cast<uint4*>(q + QTile::offset(row, chunk)) = value;
+  }
+  __device__ __forceinline__ void apply(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], float softcap_log2) const {
+#pragma unroll
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+#pragma unroll
+      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[i][n][e];
+          x = K::IN_ROTATED_DOMAIN ? fmaf(x, factor[n][e % 2], bias[n][e % 2]) : x * factor[n][e % 2];
+          if (softcap_log2 != 0.f) x = softmax::softcap(x, softcap_log2);
+        }
+      }
+    }
+  }
+};
+
+// Calls hide(i, e) for the keys of column c of tile n that its row does not see: accumulator e of key block i.
+template <class Hide>
+__device__ __forceinline__ void for_hidden(const DecodeParams& p, const Work& w, int n, int c, int key0, int lane,
+                                           Hide hide) {
+  const KeyRange keys = w.keys(p, n * 8 + lane % 4 * 2 + c);
+  const int first = key0 + tile_row(lane / 4), lo = keys.lo - first, hi = min(keys.hi, w.end) - first;
+#pragma unroll
+  for (int i = 0; i < KEY_BLOCKS; ++i) {
+    if (i * 16 < lo || i * 16 >= hi) hide(i, c);
+    if (i * 16 + 8 < lo || i * 16 + 8 >= hi) hide(i, c + 2);
   }
 }
 
 // Merges the warps, adds the sink, writes the result of the split.
 __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Smem& sm) {
-  const bool direct = p.num_splits == 1;
+  const bool direct = p.out_partial == nullptr;
   __syncthreads();  // every warp's o, m, l are in shared memory
   for (int row = threadIdx.x; row < w.num_rows; row += cfg::NUM_WARPS * WARP) {
     float m = neg_inf();
     for (int i = 0; i < cfg::NUM_WARPS; ++i) m = fmaxf(m, sm.m[i][row]);
     float l = 0.f, total_m = m;
     for (int i = 0; i < cfg::NUM_WARPS; ++i) l += sm.l[i][row] * softmax::weight(sm.m[i][row], m);
+    const float l_keys = l;
     if (p.sinks != nullptr && w.split == 0) {
       softmax::add_sink(__ldg(p.sinks + w.head(p, row)), total_m, l);
     }
@@ -300,6 +465,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     for (int i = 0; i < cfg::NUM_WARPS; ++i) {
       sm.weight[i][row] = softmax::weight(sm.m[i][row], total_m) * scale;
     }
+    sm.keys[row] = l_keys * softmax::weight(m, total_m) * scale;
     if (!direct) {
       reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(total_m, l);
     } else if (p.lse != nullptr) {
@@ -307,13 +473,17 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     }
   }
   __syncthreads();  // weights are in shared memory
-  for (int index = threadIdx.x; index < w.num_rows * cfg::HEAD_DIM / 2; index += cfg::NUM_WARPS * WARP) {
-    const int row = index / (cfg::HEAD_DIM / 2), dim = index % (cfg::HEAD_DIM / 2) * 2;
-    float x = 0.f, y = 0.f;
+  const auto read = [&](int row, int dim) {
+    float x = 0.f;
 #pragma unroll
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) {
-      x += sm.weight[i][row] * sm.o[i][row][dim];
-      y += sm.weight[i][row] * sm.o[i][row][dim + 1];
+    for (int i = 0; i < cfg::NUM_WARPS; ++i) x += sm.weight[i][row] * sm.o[i][row][dim];
+    return x;
+  };
+  const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
+  V::restore_rows(w.num_rows, read, [&](int row, int dim, float x, float y) {
+    if (mean != nullptr) {
+      x += sm.keys[row] * __ldg(mean + dim);
+      y += sm.keys[row] * __ldg(mean + dim + 1);
     }
     if (direct) {
       u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
@@ -322,7 +492,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     } else {
       *reinterpret_cast<float2*>(p.out_partial + w.flat(p, row) * cfg::HEAD_DIM + dim) = make_float2(x, y);
     }
-  }
+  });
 }
 
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
@@ -336,7 +506,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     return;
   }
 
-  u8* ring = sm.ring[warp][0];
+  u8* ring = sm.ring[warp];
   Loader loader(p, w, ring, warp, lane);
 #pragma unroll
   for (int i = 0; i < cfg::NUM_STAGES - 1; ++i) {
@@ -346,16 +516,23 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       loader.load_v(ring, lane);
     }
   }
-  load_queries(p, w, sm.q);
-  __syncthreads();  // q is in shared memory
+  load_queries(p, w, sm);
+  if constexpr (K::NORMS > 0) {
+    K::fill_table(sm.table);
+  } else {
+    V::fill_table(sm.table);
+  }
+  __syncthreads();  // q is in shared memory, and the table
   QueryFragments queries;
   queries.keep(sm.q, lane);
+  const ScoreScale scores(p, sm, lane);
 
   // Steps inside these bounds need no mask: every row of the CTA sees all their keys.
   const int full_lo = w.keys(p, w.num_rows - 1).lo, full_hi = min(w.keys(p, 0).hi, w.end);
 
   softmax::ColumnState<cfg::ROW_TILES> state;
-  float o[cfg::ROW_TILES][DIM_BLOCKS][4];  // O^T: head_dim 16 mb + g (+8), rows 2t, 2t+1 of tile n
+  softmax::ColumnScale<cfg::ROW_TILES> scale;  // of O, where V has norms
+  float o[cfg::ROW_TILES][DIM_BLOCKS][4];      // O^T: V::dim(mb, g, 0 or 1), rows 2t, 2t+1 of tile n
 #pragma unroll
   for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -364,65 +541,81 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       for (int e = 0; e < 4; ++e) o[n][mb][e] = 0.f;
     }
   }
+  const auto multiply_o = [&](int n, int c, float factor) {
+#pragma unroll
+    for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
+      o[n][mb][c] *= factor;
+      o[n][mb][c + 2] *= factor;
+    }
+  };
 
   const u8* slot = ring;
-  const auto next_slot = [&] {
-    slot += cfg::TILE_KV * Kv::ROW_BYTES;
-    if (slot == ring + cfg::NUM_STAGES * cfg::TILE_KV * Kv::ROW_BYTES) slot = ring;
-  };
   for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::NUM_WARPS * cfg::TILE_KV) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
     loader.load_ahead<true>(ring, lane);
     float s[KEY_BLOCKS][cfg::ROW_TILES][4];
-    multiply_k(s, slot, sm.q, queries, lane);
-    next_slot();
+    multiply_k(s, slot, sm.table, sm.q, queries, lane);
+    slot = Loader::next_slot<K>(slot, ring);
 
-#pragma unroll
-    for (int i = 0; i < KEY_BLOCKS; ++i) {
-#pragma unroll
-      for (int n = 0; n < cfg::ROW_TILES; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[i][n][e];
-          x = p.softcap_log2 != 0.f ? softmax::softcap(x, p.softcap_log2, p.scale_over_softcap)
-                                    : x * p.softmax_scale_log2;
-        }
-      }
-    }
+    scores.apply(s, p.softcap_log2);
     const bool masked = key0 < full_lo || key0 + cfg::TILE_KV > full_hi;
     if (masked) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const KeyRange keys = w.keys(p, n * 8 + 2 * t + c);
-          const int lo = keys.lo - key0 - g, hi = min(keys.hi, w.end) - key0 - g;
-#pragma unroll
-          for (int i = 0; i < KEY_BLOCKS; ++i) {
-            if (i * 16 < lo || i * 16 >= hi) s[i][n][c] = neg_inf();
-            if (i * 16 + 8 < lo || i * 16 + 8 >= hi) s[i][n][c + 2] = neg_inf();
-          }
+          for_hidden(p, w, n, c, key0, lane, [&](int i, int e) { s[i][n][e] = neg_inf(); });
         }
       }
     }
-    state.update(s, [&](int n, int c, float factor) {
-#pragma unroll
-      for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-        o[n][mb][c] *= factor;
-        o[n][mb][c + 2] *= factor;
-      }
+    const bool grew = state.update(s, [&](int n, int c, float factor) {
+      scale.rescale(n, c, factor);
+      multiply_o(n, c, factor);
     });
 
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
     loader.load_ahead<false>(ring, lane);
-    if (masked && p.seqlen_q > 1 && !Kv::all_finite(slot, cfg::TILE_KV, lane)) {
-      multiply_v_visible(o, s, slot, p, w, key0, lane);
-    } else {
-      multiply_v(o, s, slot, lane);
+    Weights weights;
+#pragma unroll
+    for (int part = 0; part < V::PARTS; ++part) {
+#pragma unroll
+      for (int i = 0; i < KEY_BLOCKS; ++i) {
+        float norms[2] = {1.f, 1.f};  // of rows g and g + 8
+        if constexpr (V::NORMS > 0) {
+          norms[0] = norm_of<V>(slot, i * 16 + tile_row(g), part);
+          norms[1] = norm_of<V>(slot, i * 16 + tile_row(g) + 8, part);
+        }
+#pragma unroll
+        for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            weights[part][i][n][e] = V::NORMS > 0 ? s[i][n][e] * scale.factor[n][e % 2] * norms[e / 2] : s[i][n][e];
+          }
+        }
+      }
     }
-    next_slot();
+    if constexpr (V::NORMS > 0) {
+      if (masked) {
+        // A hidden row's norm may be anything, and zero times infinity is NaN.
+#pragma unroll
+        for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            for_hidden(p, w, n, c, key0, lane, [&](int i, int e) {
+#pragma unroll
+              for (int part = 0; part < V::PARTS; ++part) weights[part][i][n][e] = 0.f;
+            });
+          }
+        }
+      }
+      scale.update(weights, grew, multiply_o);
+    }
+    if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, slot, p, w, key0, lane)) {
+      multiply_v(o, weights, slot, sm.table, lane);
+    }
+    slot = Loader::next_slot<V>(slot, ring);
   }
 
   state.reduce();
@@ -433,10 +626,11 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = n * 8 + 2 * t + c;
+      if constexpr (V::NORMS > 0) multiply_o(n, c, 1.f / scale.factor[n][c]);  // exact: a power of two
 #pragma unroll
       for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-        sm.o[warp][row][mb * 16 + g] = o[n][mb][c];
-        sm.o[warp][row][mb * 16 + g + 8] = o[n][mb][c + 2];
+        sm.o[warp][row][V::dim(mb, g, 0)] = o[n][mb][c];
+        sm.o[warp][row][V::dim(mb, g, 1)] = o[n][mb][c + 2];
       }
       if (g == 0) {
         sm.m[warp][row] = state.m[n][c];

@@ -264,3 +264,215 @@ def problems(
         num_recent=st.sampled_from(nums_recent),
         seed=st.integers(0, 2**32 - 1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AppendProblem:
+    """One call of append.
+
+    Attributes
+    ----------
+    kv_len : tuple of int
+        Tokens of each sequence, the new ones included; its length is the batch. What has no place in the cache is left
+        out: any numbers will do for lengths on the device.
+    seqlen_new, num_kv_heads, head_dim : int
+    k_format, v_format : {"raw16", "tbq4"}
+    in_dtype, dtype : str
+        Of the new rows, and of 16-bit arrays.
+    page_size : int, optional
+        None for a dense cache.
+    capacity : int
+        At least so many tokens fit a sequence: whole pages.
+    means : bool
+        Whether TBQ4 caches have a mean.
+    num_sink, num_recent : int, optional
+    views : bool
+        Whether arrays are parts of larger ones, with axes in another order.
+    scale : float
+        Size of the values.
+    seed : int
+    """
+
+    kv_len: tuple[int, ...]
+    seqlen_new: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    k_format: str = "raw16"
+    v_format: str = "raw16"
+    in_dtype: str = "float16"
+    dtype: str = "float16"
+    page_size: int | None = None
+    capacity: int = 32
+    means: bool = False
+    num_sink: int | None = None
+    num_recent: int | None = None
+    views: bool = False
+    scale: float = 1.0
+    seed: int = 0
+
+    @property
+    def pages_of_sequence(self) -> int:
+        """Columns of the page table."""
+        return 1 if self.page_size is None else -(-self.capacity // self.page_size)
+
+    @property
+    def tokens_of_page(self) -> int:
+        """Tokens of a page; a dense cache is one page a sequence."""
+        return self.capacity if self.page_size is None else self.page_size
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield sequence, new token and position of every new token that has a place."""
+        for b, kv_len in enumerate(self.kv_len):
+            for i in range(self.seqlen_new):
+                position = kv_len - self.seqlen_new + i
+                if 0 <= position < self.pages_of_sequence * self.tokens_of_page:
+                    yield b, i, position
+
+    def page_table(self) -> np.ndarray:
+        """Return the pages of each sequence; entries of pages without a new token are no pages."""
+        shape = (len(self.kv_len), self.pages_of_sequence)
+        table = np.resize(np.array(UNUSED_ENTRIES, np.int32), shape)
+        pages = iter(np.random.default_rng([self.seed, 1]).permutation(table.size + SPARE_PAGES))
+        for b, column in sorted({(b, position // self.tokens_of_page) for b, _, position in self.places()}):
+            table[b, column] = next(pages)
+        return table
+
+    def slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return page and slot of every new token that has a place, in the order of `places`."""
+        table = np.arange(len(self.kv_len))[:, None] if self.page_size is None else self.page_table()
+        places = [(table[b, p // self.tokens_of_page], p % self.tokens_of_page) for b, _, p in self.places()]
+        pages, slots = np.array(places, int).reshape(-1, 2).T
+        return pages, slots
+
+    def view(self, name: str, base: Any) -> Any:
+        """Return the argument that lies in an array of `bases`, which may have been copied to a GPU."""
+        if not self.views or name.endswith("clamped"):
+            return base
+        if name in {"kv_len", "page_table"}:
+            return base[..., ::2]
+        if name.endswith("mean"):
+            return base[1::2]
+        if name.endswith("new"):
+            return base[:, :, 1]
+        return base[::-1].swapaxes(1, 2)[:, :, 1:-1]
+
+    def _base(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return random bytes that hold an argument."""
+        if not self.views or name.endswith("clamped"):
+            return array.copy()
+        shape = list(array.shape)
+        if name in {"kv_len", "page_table"}:
+            shape[-1] *= 2
+        elif name.endswith("mean"):
+            shape[0] *= 2
+        elif name.endswith("new"):
+            shape.insert(2, 3)
+        else:
+            shape[1:3] = shape[2] + 2, shape[1]
+        base = self._noise(name, tuple(shape), array.dtype)
+        self.view(name, base)[...] = array
+        return base
+
+    def _noise(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, *name.encode()])
+        return rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+
+    def bases(self) -> dict[str, np.ndarray]:
+        """Return all arrays, with random bytes wherever something may be written; `view` makes arguments of them."""
+        batch, heads, head_dim = len(self.kv_len), self.num_kv_heads, self.head_dim
+        rng = np.random.default_rng(self.seed)
+        block = 64 if head_dim == 64 else 128
+        num_pages = batch if self.page_size is None else batch * self.pages_of_sequence + SPARE_PAGES
+        arrays: dict[str, np.ndarray] = {"kv_len": np.array(self.kv_len, np.int32)}
+        if self.page_size is not None:
+            arrays["page_table"] = self.page_table()
+        for side, kv_format in (("k", self.k_format), ("v", self.v_format)):
+            new = self.scale * rng.standard_normal((batch, self.seqlen_new, heads, head_dim))
+            with np.errstate(over="ignore"):
+                arrays[f"{side}_new"] = new.astype(DTYPES[self.in_dtype])
+            shapes: dict[str, tuple[tuple[int, ...], Any]] = {}
+            rows = (num_pages, self.tokens_of_page, heads)
+            if kv_format == "tbq4":
+                shapes["codes"] = (*rows, head_dim // 2), np.uint8
+                shapes["norms"] = (*rows, head_dim // block), np.float16
+                arrays[f"{side}_clamped"] = np.array([5], np.int32)
+                if self.means:
+                    arrays[f"{side}_mean"] = (self.scale * rng.standard_normal((heads, head_dim))).astype(np.float32)
+            else:
+                shapes["cache"] = (*rows, head_dim), DTYPES[self.dtype]
+            for name, tokens in (("sink", self.num_sink), ("recent", self.num_recent)):
+                if tokens is not None:
+                    shapes[name] = (batch, tokens, heads, head_dim), DTYPES[self.dtype]
+            for name, (shape, dtype) in shapes.items():
+                arrays[f"{side}_{name}"] = self._noise(f"{side}_{name}", shape, dtype)
+        return {name: self._base(name, array) for name, array in arrays.items()}
+
+    def arguments(self, bases: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of append over such arrays; with one new token, the rows have no axis of tokens."""
+        views = {name: self.view(name, base) for name, base in bases.items()}
+        if self.seqlen_new == 1:
+            views |= {name: views[name][:, 0] for name in ("k_new", "v_new")}
+        for side in "kv":
+            if f"{side}_codes" in views:
+                parts = (views.get(f"{side}_{part}") for part in ("codes", "norms", "mean", "clamped"))
+                views[f"{side}_cache"] = Tbq4Array(*parts)
+        positional = tuple(views[name] for name in ("k_new", "v_new", "k_cache", "v_cache", "kv_len"))
+        options = ("page_table", "k_sink", "v_sink", "k_recent", "v_recent")
+        return positional, {name: views[name] for name in options if name in views}
+
+
+# Arrays that end where the last token, page or length ends.
+EXACT_APPENDS = (
+    AppendProblem(kv_len=(33, 5, 0), seqlen_new=7, num_kv_heads=3, head_dim=96, dtype="bfloat16", capacity=33,
+                  num_sink=2, num_recent=3),
+    AppendProblem(kv_len=(48, 17), seqlen_new=20, num_kv_heads=2, head_dim=256, v_format="tbq4", page_size=16,
+                  capacity=48, means=True, num_sink=30, num_recent=1),
+    AppendProblem(kv_len=(2**31 - 1, -(2**31), 9), num_kv_heads=2, k_format="tbq4", v_format="tbq4",
+                  in_dtype="float32", page_size=3, capacity=9),
+)  # fmt: skip
+
+# Formats of K and V, dtypes of new rows and of 16-bit arrays, head_dim: so few that builds are shared.
+APPEND_CHOICES = (
+    ("raw16", "raw16", "float16", "float16", 64),
+    ("raw16", "raw16", "float32", "bfloat16", 96),
+    ("raw16", "raw16", "bfloat16", "bfloat16", 96),
+    ("raw16", "raw16", "float32", "float16", 192),
+    ("raw16", "raw16", "bfloat16", "float16", 512),
+    ("raw16", "tbq4", "bfloat16", "bfloat16", 128),
+    ("tbq4", "raw16", "float32", "float16", 64),
+    ("tbq4", "tbq4", "float16", "float16", 64),
+    ("tbq4", "tbq4", "float16", "bfloat16", 128),
+    ("tbq4", "tbq4", "bfloat16", "bfloat16", 256),
+    ("tbq4", "tbq4", "float32", "float16", 512),
+)
+
+
+@st.composite
+def append_problems(draw: st.DrawFn, *, on_host: bool = False) -> AppendProblem:
+    """Draw an `AppendProblem`; lengths that `on_host` would be refused are drawn unless it is set."""
+    k_format, v_format, in_dtype, dtype, head_dim = draw(st.sampled_from(APPEND_CHOICES))
+    capacity = draw(st.sampled_from((1, 7, 33)))
+    page_size = draw(st.sampled_from((None, 1, 3, 16)))
+    held = capacity if page_size is None else -(-capacity // page_size) * page_size
+    length = st.integers(0, held)
+    if not on_host:
+        length |= st.integers(-3, held + 5) | st.sampled_from((-(2**31), 2**31 - 1))
+    rings = st.none() | st.sampled_from((0, 1, 2, 5, 64))
+    return AppendProblem(
+        kv_len=tuple(draw(st.lists(length, min_size=1, max_size=3))),
+        seqlen_new=draw(st.sampled_from((1, 1, 2, 5, 37))),
+        num_kv_heads=draw(st.integers(1, 3)),
+        head_dim=head_dim,
+        k_format=k_format,
+        v_format=v_format,
+        in_dtype=in_dtype,
+        dtype=dtype,
+        page_size=page_size,
+        capacity=capacity,
+        means=draw(st.booleans()),
+        num_sink=draw(rings),
+        num_recent=draw(rings),
+        views=draw(st.booleans()),
+        scale=draw(st.sampled_from((1.0, 1e-3, 1e4))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )

@@ -51,7 +51,7 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from strategies import DTYPES, Problem
+from strategies import DTYPES, AppendProblem, Problem
 
 from cuattn import _tbq4, reference
 from cuattn.reference.sequences import Kept, Options, Part, Tbq4Rows, attend_each, exact_rows
@@ -457,3 +457,35 @@ def assert_blocks(
     bits, wanted_bits = (n.view(np.int16).astype(int)[same] for n in (norms, want.norms))
     assert (np.abs(bits - wanted_bits) <= 1).all()  # a rounding of float32 may carry over to float16
     assert clamped == want.clamped
+
+
+def assert_append(problem: AppendProblem, got: dict[str, np.ndarray]) -> None:
+    """Assert what append made of `problem.bases()`.
+
+    Rows that were encoded obey the rules of `assert_blocks`; of everything else, every byte is the reference's.
+
+    Parameters
+    ----------
+    problem : AppendProblem
+    got : dict of ndarray
+        The arrays of `problem.bases()` after the call; encoded rows are replaced by the reference's.
+    """
+    want = problem.bases()
+    arguments, options = problem.arguments(want)
+    reference.append(*arguments, **options)
+    pages, slots = problem.slots()
+    tokens = np.array([(b, i) for b, i, _ in problem.places()], int).reshape(-1, 2)
+    for side in "kv":
+        if f"{side}_codes" not in want or not len(tokens):
+            continue
+        rows = problem.view(f"{side}_new", want[f"{side}_new"])[tokens[:, 0], tokens[:, 1]]
+        codes, norms = (problem.view(f"{side}_{x}", got[f"{side}_{x}"]) for x in ("codes", "norms"))
+        mean = problem.view(f"{side}_mean", want[f"{side}_mean"]) if f"{side}_mean" in want else None
+        clamped = int(got[f"{side}_clamped"][0] - problem.bases()[f"{side}_clamped"][0])
+        assert_blocks(rows, codes[pages, slots], norms[pages, slots], clamped, mean=mean)
+        for name, x in (("codes", codes), ("norms", norms)):
+            x[pages, slots] = problem.view(f"{side}_{name}", want[f"{side}_{name}"])[pages, slots]
+    for name, array in want.items():
+        differs = np.argwhere(got[name].view(np.uint8) != array.view(np.uint8))
+        where = f"{name} at byte {differs[0].tolist()}" if len(differs) else ""
+        assert not where, f"{where}, {len(differs)} bytes in all, differ from the reference\n{problem}"

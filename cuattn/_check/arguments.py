@@ -82,13 +82,18 @@ def require_out(out: Array, shape: tuple[int, ...], dtypes: Sequence[str], of: s
     require_shape("out", out, shape, of)
     require_dtype("out", out, dtypes, f" (the dtype of {of.rsplit(' of ', maxsplit=1)[-1]})")
     require_rows("out", out)
-    if not is_gpu(out) and not out.flags.writeable:
-        msg = "out must be writeable, got a read-only array"
+    require_writable("out", out)
+
+
+def require_writable(name: str, x: Array) -> None:
+    """Refuse an array that cannot be written, or of which a write to one element changes another."""
+    if not is_gpu(x) and not x.flags.writeable:
+        msg = f"{name} must be writeable, got a read-only array"
         raise ValueError(msg)
-    extent = out.itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
-        if stride < extent and out.size:
-            msg = f"out must not have elements that share memory, got strides {out.strides} for shape {out.shape}"
+    extent = x.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if stride < extent and x.size:
+            msg = f"{name} must not have elements that share memory, got strides {x.strides} for shape {x.shape}"
             raise ValueError(msg)
         extent += stride * (n - 1)
 

@@ -14,8 +14,8 @@ from cuattn._check.arguments import (
     require_rank,
     require_rows,
     require_shape,
-    require_words,
 )
+from cuattn._check.lengths import require_page_table, require_pages
 from cuattn._check.tbq4 import planes
 
 Pair = tuple[Array, Array]
@@ -105,22 +105,9 @@ def page_table(
     page_table: Array, kv_len: Array, cache: Cache, *, sink: Pair | None, recent: Pair | None, contents: bool
 ) -> None:
     """Refuse a table of another form and, with `contents`, entries of used pages that are no pages of `cache`."""
-    require_rank("page_table", page_table, (2,), "(batch, max_pages)")
-    batch = kv_len.shape[0]
-    if page_table.shape[0] != batch:
-        msg = f"page_table must have shape ({batch}, max_pages), batch as in q, got {page_table.shape}"
-        raise ValueError(msg)
-    require_dtype("page_table", page_table, ("int32",))
-    require_words("page_table", page_table)
-    if is_gpu(page_table) or not contents:
+    require_page_table(page_table, kv_len.shape[0], of="q")
+    if not contents or is_gpu(kv_len):
         return
-    lengths = np.asarray(kv_len, np.int64)[:, None]
-    start = np.minimum(lengths, 0 if sink is None else sink[0].shape[1])
-    stop = np.maximum(start, lengths - (0 if recent is None else recent[0].shape[1]))
-    tokens = np.arange(page_table.shape[1]) * cache.page_size
-    used = (start < stop) & (tokens + cache.page_size > start) & (tokens < stop)
-    bad = np.argwhere(used & ((page_table < 0) | (page_table >= cache.num_pages)))
-    if bad.size:
-        row, column = bad[0]
-        msg = f"page_table[{row}, {column}] must be 0 to {cache.num_pages - 1}, the pages of k_cache, got "
-        raise ValueError(msg + str(page_table[row, column]))
+    begin = np.minimum(kv_len, 0 if sink is None else sink[0].shape[1])
+    end = np.maximum(begin, kv_len - (0 if recent is None else recent[0].shape[1]))
+    require_pages(page_table, begin, end, cache.num_pages, cache.page_size)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cuattn import _plan
-from cuattn._arrays import Array, as_array, dtype_name, is_gpu, place
+from cuattn._arrays import Array, as_array, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check import cache as check_cache
 from cuattn._check.arguments import (
@@ -25,9 +22,9 @@ from cuattn._check.arguments import (
     require_rank,
     require_rows,
     require_shape,
-    require_words,
     window_of,
 )
+from cuattn._check.lengths import lengths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +91,6 @@ class DecodeCall:
         return 1 if self.page_table is None else int(self.page_table.shape[1])
 
 
-def _kv_len(kv_len: object, batch: int, capacity: int, *, gpu: bool, contents: bool) -> Array:
-    if kv_len is None or isinstance(kv_len, (bool, str, bytes, float, np.floating)):
-        msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r} ({type(kv_len).__name__})"
-        raise TypeError(msg)
-    if isinstance(kv_len, (int, np.integer)):
-        high = capacity if contents else 2**63 - 1
-        lengths = np.full(batch, integer("kv_len", kv_len, 0 if contents else -(2**63), high), np.int64)
-    elif isinstance(kv_len, Sequence):
-        try:
-            lengths = np.asarray(kv_len) if kv_len else np.zeros(0, np.int32)
-        except ValueError:
-            msg = f"kv_len must be an int, a sequence of int or an integer array, got {kv_len!r}"
-            raise ValueError(msg) from None
-    else:
-        lengths = as_array("kv_len", kv_len)
-    require_shape("kv_len", lengths, (batch,), "one length a sequence")
-    if is_gpu(lengths):
-        if not gpu:
-            msg = f"kv_len is on {place(lengths)}, q on cpu; all arrays must be on one device"
-            raise ValueError(msg)
-        require_dtype("kv_len", lengths, ("int32",))
-        require_words("kv_len", lengths)
-        return lengths
-    if lengths.dtype.kind not in "iu":
-        msg = f"kv_len must be of an integer dtype, got {dtype_name(lengths)}"
-        raise TypeError(msg)
-    bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
-    if contents and bad.size:
-        msg = f"kv_len[{bad[0]}] must be 0 to {capacity}, what the cache holds of a sequence, got {lengths[bad[0]]}"
-        raise ValueError(msg)
-    return lengths.astype(np.int32)
-
-
 def _sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
     require_shape("sinks", sinks, (num_qo_heads,), "one per query head")
     require_dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
@@ -189,7 +153,7 @@ def decode(
     if capacity > _plan.MAX_KV_LEN:
         msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
         raise ValueError(msg)
-    lengths = _kv_len(kv_len, batch, capacity, gpu=is_gpu(q), contents=contents)
+    lengths = lengths_of(kv_len, batch, capacity, gpu=is_gpu(q), of="q", contents=contents)
     require_one_place({"q": q, "kv_len": lengths if is_gpu(lengths) else q})
     if page_table is not None:
         check_cache.page_table(page_table, lengths, keys, sink=sink, recent=recent, contents=contents)

@@ -7,9 +7,12 @@ and tested anywhere. The CUDA sources assert what is computed here.
 
 from __future__ import annotations
 
+from itertools import product
+
 from cuattn import _tbq4
 from cuattn._device import DEVICES, Device, arch_of
 from cuattn._kinds import Dtype, KvFormat, Parts
+from cuattn._plan.append import AppendConfig, append_configs
 from cuattn._plan.base import (
     HEAD_DIMS,
     MAX_GRID_YZ,
@@ -38,23 +41,23 @@ from cuattn._problem import DecodeProblem
 
 __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
-    "WARP", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype", "KvFormat",
-    "MergeConfig", "Parts", "QuantizeConfig", "align", "arch_of", "ceil_div", "choose_splits", "config_of",
-    "decode_config", "decode_plan", "decode_tiles", "shipped_configs",
+    "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype",
+    "KvFormat", "MergeConfig", "Parts", "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div",
+    "choose_splits", "config_of", "decode_config", "decode_plan", "decode_tiles", "shipped_configs",
 ]  # fmt: skip
 
-Config = DecodeConfig | MergeConfig | QuantizeConfig
+Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
 
 
 def shipped_configs(device: Device) -> list[Config]:
-    """Every config that `decode` and `merge` can ask for on a device."""
+    """Every config that `decode`, `merge` and `quantize` can ask for on a device, and the common ones of `append`."""
     configs: list[Config] = []
     for dtype in (Dtype.FP16, Dtype.BF16):
-        for head_dim, row_tiles in decode_tiles(device):
-            configs.append(config_of(dtype, KvFormat.RAW16, head_dim, row_tiles, device))
+        for formats in product(KvFormat, KvFormat):
+            configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
         for head_dim in HEAD_DIMS:
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
             configs.append(MergeConfig(dtype, dtype, head_dim))
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
     configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
-    return configs
+    return configs + append_configs()

@@ -48,21 +48,25 @@ class QuantizeConfig:
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        block = _tbq4.block_of(self.head_dim)
-        levels = _tbq4.codebook(block)[8:]
+        levels = _tbq4.codebook(_tbq4.block_of(self.head_dim))[8:]
         ends: dict[str, object] = (
-            {"IN_DTYPE": self.dtype, "MIN_NORM": _tbq4.MIN_NORM, "LEVELS_SQUARED": tuple(map(float, np.square(levels)))}
-            if self.encode
-            else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
+            {"IN_DTYPE": self.dtype} if self.encode else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
         )
-        return ends | {
+        return {
+            **ends,
             "HEAD_DIM": self.head_dim,
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
             "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
-            "BLOCK": block,
-            "ROOT": float(np.float32(block**-0.5)),
-            "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
-            "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
-            "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),
+            **codec_constants(_tbq4.block_of(self.head_dim)),
         }
+
+
+def codec_constants(block: int) -> dict[str, object]:
+    """Values of ``namespace cfg`` that kv/tbq4_codec.cuh needs for blocks of 64 or 128 values."""
+    return {
+        **_tbq4.rotation_constants(block),
+        "MIN_NORM": _tbq4.MIN_NORM,
+        "LEVELS_SQUARED": tuple(map(float, np.square(_tbq4.codebook(block)[8:]))),
+        "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
+    }

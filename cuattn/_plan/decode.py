@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from cuattn import _params
+import numpy as np
+
+from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
-from cuattn._problem import DecodeProblem
+from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
 Q_REGISTER_LIMIT = 128
 
@@ -20,8 +22,10 @@ class DecodeConfig:
 
     Attributes
     ----------
-    dtype, kv_format : Dtype, KvFormat
-        Of q and out, and of the cache.
+    dtype : Dtype
+        Of q and out.
+    k_format, v_format : KvFormat
+        Of the caches.
     head_dim : int
         One of `HEAD_DIMS`.
     row_tiles : int
@@ -32,24 +36,30 @@ class DecodeConfig:
         Tiles of the ring of each warp; K and V tiles alternate in it.
     num_warps : int
         Warps of a CTA.
+    table_stride : int
+        Bytes between entries of the table of levels of TBQ4: 128, or 256, with half of them unused and one instruction
+        less for each look-up. 0 without TBQ4.
     ctas_per_sm : int
         CTAs that must fit on an SM together; bounds the registers.
     """
 
     dtype: Dtype
-    kv_format: KvFormat
+    k_format: KvFormat
+    v_format: KvFormat
     head_dim: int
     row_tiles: int
     tile_kv: int
     num_stages: int
     num_warps: int
+    table_stride: int = 0
     ctas_per_sm: int = 1
 
     kernel = "decode"
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, {self.kv_format.value} cache, head_dim {self.head_dim}, {self.rows} query rows"
+        formats = f"{self.k_format.value} keys, {self.v_format.value} values"
+        return f"{self.dtype.value}, {formats}, head_dim {self.head_dim}, {self.rows} query rows"
 
     @property
     def rows(self) -> int:
@@ -57,9 +67,14 @@ class DecodeConfig:
         return 8 * self.row_tiles
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one K or V row."""
-        return self.head_dim * self.dtype.itemsize
+    def uses_tbq4(self) -> bool:
+        """Whether K or V is in TBQ4."""
+        return KvFormat.TBQ4 in (self.k_format, self.v_format)
+
+    def slot_bytes(self, kv_format: KvFormat) -> int:
+        """Bytes of one slot of the ring: a tile of rows, then their norms."""
+        row = row_bytes(kv_format, self.dtype, self.head_dim) + norm_bytes(kv_format, self.head_dim)
+        return align(self.tile_kv * row, 128)
 
     @property
     def min_split(self) -> int:
@@ -77,17 +92,28 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in decode.cu, which asserts it: the ring (later o), q, then m, l and weight."""
-        ring = self.num_warps * self.num_stages * self.tile_kv * self.row_bytes
+        """``sizeof(Smem)`` in decode.cu, which asserts it.
+
+        The rings and the table of levels (later o), q with a scale and a bias a row, m, l and weight a warp, and the
+        sum of a row's weights.
+        """
+        ring = self.num_stages * (self.slot_bytes(self.k_format) + self.slot_bytes(self.v_format)) // 2
+        loop = self.num_warps * ring + self.table_bytes
         o = self.num_warps * self.rows * (self.head_dim + 4) * 4
-        q = self.rows * self.head_dim * self.dtype.itemsize
-        return align(align(max(ring, o), 128) + q + 3 * self.num_warps * self.rows * 4, 128)
+        q = self.rows * (self.head_dim * self.dtype.itemsize + 2 * 4)
+        return align(align(max(loop, o), 128) + q + (3 * self.num_warps + 1) * self.rows * 4, 128)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of levels: 256 entries; 128 that are not used without TBQ4."""
+        return 256 * self.table_stride if self.uses_tbq4 else 128
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
         return {
             "DTYPE": self.dtype,
-            "KV_FORMAT": self.kv_format,
+            "K_FORMAT": self.k_format,
+            "V_FORMAT": self.v_format,
             "HEAD_DIM": self.head_dim,
             "ROW_TILES": self.row_tiles,
             "TILE_KV": self.tile_kv,
@@ -97,7 +123,19 @@ class DecodeConfig:
             "MIN_SPLIT": self.min_split,
             "Q_IN_REGISTERS": self.q_in_registers,
             "SMEM_BYTES": self.smem_bytes,
+            "TABLE_BYTES": self.table_bytes,
             "PARAMS_BYTES": _params.DECODE.itemsize,
+        } | self._format_constants()
+
+    def _format_constants(self) -> dict[str, object]:
+        if not self.uses_tbq4:
+            return {}
+        block = _tbq4.block_of(self.head_dim)
+        levels = _tbq4.codebook(block).astype(np.float16).view(np.uint16)
+        return {
+            "TABLE_STRIDE": self.table_stride,
+            "LEVELS_HALF": tuple(map(int, levels)),
+            **_tbq4.rotation_constants(block),
         }
 
 
@@ -108,6 +146,7 @@ class DecodeTile:
     tile_kv: int
     num_stages: int
     num_warps: int
+    table_stride: int = 0
 
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
@@ -148,28 +187,88 @@ _DECODE_SMALL = {
     (256, 2): DecodeTile(16, 2, 4),
     (512, 1): DecodeTile(16, 2, 2),
 }
+# TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little.
+_TBQ4_LARGE = {
+    (64, 1): DecodeTile(32, 8, 8, 256),
+    (64, 2): DecodeTile(32, 8, 8, 256),
+    (64, 4): DecodeTile(16, 8, 8, 256),
+    (128, 1): DecodeTile(32, 4, 8, 256),
+    (128, 2): DecodeTile(32, 4, 8, 256),
+    (128, 4): DecodeTile(16, 6, 8, 256),
+    (256, 1): DecodeTile(16, 4, 8, 256),
+    (256, 2): DecodeTile(16, 4, 8, 256),
+    (512, 1): DecodeTile(16, 4, 4, 256),
+}
+_TBQ4_SMALL = {
+    (64, 1): DecodeTile(32, 6, 4, 128),
+    (64, 2): DecodeTile(32, 6, 4, 128),
+    (64, 4): DecodeTile(16, 8, 4, 128),
+    (128, 1): DecodeTile(32, 6, 4, 128),
+    (128, 2): DecodeTile(32, 6, 4, 128),
+    (128, 4): DecodeTile(16, 6, 4, 128),
+    (256, 1): DecodeTile(16, 6, 4, 128),
+    (256, 2): DecodeTile(16, 6, 4, 128),
+    (512, 1): DecodeTile(16, 4, 2, 128),
+}
+# One of K and V in TBQ4, the other in 16 bits: a pair of tiles is 2.5 times as large.
+_MIXED_LARGE = {
+    (64, 1): DecodeTile(32, 4, 8, 256),
+    (64, 2): DecodeTile(32, 4, 8, 256),
+    (64, 4): DecodeTile(16, 4, 8, 256),
+    (128, 1): DecodeTile(16, 4, 8, 256),
+    (128, 2): DecodeTile(16, 4, 8, 256),
+    (128, 4): DecodeTile(16, 4, 8, 256),
+    (256, 1): DecodeTile(16, 4, 4, 256),
+    (256, 2): DecodeTile(16, 4, 4, 256),
+    (512, 1): DecodeTile(16, 4, 2, 256),
+}
+_MIXED_SMALL = {
+    (64, 1): DecodeTile(16, 6, 4, 128),
+    (64, 2): DecodeTile(16, 6, 4, 128),
+    (64, 4): DecodeTile(16, 6, 4, 128),
+    (128, 1): DecodeTile(16, 4, 4, 128),
+    (128, 2): DecodeTile(16, 4, 4, 128),
+    (128, 4): DecodeTile(16, 4, 4, 128),
+    (256, 1): DecodeTile(16, 4, 2, 128),
+    (256, 2): DecodeTile(16, 4, 2, 128),
+    (512, 1): DecodeTile(16, 4, 1, 128),
+}
 _LARGE_SMEM = 160 * KIB
 
 
-def decode_tiles(device: Device) -> dict[tuple[int, int], DecodeTile]:
-    """Tile table of a device, by (head_dim, row_tiles)."""
-    return _DECODE_LARGE if device.smem_per_block >= _LARGE_SMEM else _DECODE_SMALL
+def decode_tiles(
+    device: Device, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
+) -> dict[tuple[int, int], DecodeTile]:
+    """Tile table of a device and of formats, by (head_dim, row_tiles)."""
+    large = device.smem_per_block >= _LARGE_SMEM
+    if k_format is not v_format:
+        return _MIXED_LARGE if large else _MIXED_SMALL
+    if k_format is KvFormat.TBQ4:
+        return _TBQ4_LARGE if large else _TBQ4_SMALL
+    return _DECODE_LARGE if large else _DECODE_SMALL
 
 
-def config_of(dtype: Dtype, kv_format: KvFormat, head_dim: int, row_tiles: int, device: Device) -> DecodeConfig:
-    tile = decode_tiles(device)[head_dim, row_tiles]
-    config = DecodeConfig(dtype, kv_format, head_dim, row_tiles, tile.tile_kv, tile.num_stages, tile.num_warps)
+def config_of(
+    dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, row_tiles: int, device: Device
+) -> DecodeConfig:
+    """Config of a row of a tile table."""
+    t = decode_tiles(device, k_format, v_format)[head_dim, row_tiles]
+    config = DecodeConfig(
+        dtype, k_format, v_format, head_dim, row_tiles, t.tile_kv, t.num_stages, t.num_warps, t.table_stride
+    )
     # A thread may have 255 registers, allocated as 256.
     by_registers = REGISTERS_PER_SM // (256 * config.num_warps * WARP)
     by_smem = device.smem_per_sm // (config.smem_bytes + KIB)
     return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
 
 
-def decode_config(dtype: Dtype, kv_format: KvFormat, head_dim: int, rows: int, device: Device) -> DecodeConfig:
+def decode_config(
+    dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, rows: int, device: Device
+) -> DecodeConfig:
     """Config for `rows` query rows per KV head: the fewest row tiles that hold them, else the most there are."""
-    choices = sorted(row_tiles for dim, row_tiles in decode_tiles(device) if dim == head_dim)
+    choices = sorted(n for dim, n in decode_tiles(device, k_format, v_format) if dim == head_dim)
     row_tiles = next((n for n in choices if 8 * n >= rows), choices[-1])
-    return config_of(dtype, kv_format, head_dim, row_tiles, device)
+    return config_of(dtype, k_format, v_format, head_dim, row_tiles, device)
 
 
 @dataclass(frozen=True)
@@ -295,7 +394,7 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     ValueError
         If the device has too little shared memory.
     """
-    config = decode_config(problem.dtype, problem.k_format, problem.head_dim, problem.rows, device)
+    config = decode_config(problem.dtype, problem.k_format, problem.v_format, problem.head_dim, problem.rows, device)
     if config.smem_bytes > device.smem_per_block:
         raise ValueError(
             f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "

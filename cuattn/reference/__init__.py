@@ -3,6 +3,7 @@
 Slow and obvious on purpose. What a kernel computes is right when it agrees with this package within the error law.
 """
 
+from cuattn.reference.append import append
 from cuattn.reference.attention import attention, decode, prefill, visible_keys
 from cuattn.reference.merge import SoftmaxState, finish, merge, online_softmax, update
 from cuattn.reference.products import tensor_core
@@ -12,6 +13,7 @@ from cuattn.reference.tbq4 import Quantized, dequantize, quantize, rotate, unrot
 __all__ = [
     "Quantized",
     "SoftmaxState",
+    "append",
     "attention",
     "attention_same_precision",
     "decode",

@@ -15,7 +15,10 @@ struct PageTable {
     if (row == nullptr) return dense_page;
     return __ldg(reinterpret_cast<const int*>(row + stride * (position / page_size)));
   }
-  __device__ __forceinline__ int slot(int position) const { return row == nullptr ? position : position % page_size; }
+  // Without a table a page may be a ring, of tokens that are the newest.
+  __device__ __forceinline__ int slot(int position) const {
+    return position < page_size ? position : position % page_size;
+  }
 };
 
 #endif

@@ -11,7 +11,11 @@ struct DecodeParams {
   const u8* q;            // [batch, seqlen_q, num_qo_heads, head_dim], Elem
   const u8* k;            // [num_pages, page_size, num_kv_heads] rows, see kv/*.cuh
   const u8* v;            // as k
-  u8* out;                // as q; written when num_splits == 1
+  const u8* k_norms;      // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
+  const u8* v_norms;      // as k_norms
+  const float* k_mean;    // [num_kv_heads, head_dim], what keys had before it was subtracted; null: none
+  const float* v_mean;    // as k_mean
+  u8* out;                // as q; written when out_partial is null
   float* lse;             // [batch, seqlen_q, num_qo_heads], natural log; null: not wanted
   float* out_partial;     // [num_splits, batch, seqlen_q, num_qo_heads, head_dim], not normalized
   float* state_partial;   // [num_splits, batch, seqlen_q, num_qo_heads, 2], (m, l); l = -1: empty, the part not written
@@ -27,6 +31,12 @@ struct DecodeParams {
   i64 v_stride_page;
   i64 v_stride_token;
   i64 v_stride_head;
+  i64 k_norms_stride_page;
+  i64 k_norms_stride_token;
+  i64 k_norms_stride_head;
+  i64 v_norms_stride_page;
+  i64 v_norms_stride_token;
+  i64 v_norms_stride_head;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;
@@ -37,8 +47,12 @@ struct DecodeParams {
   int num_qo_heads;
   int group;      // query heads per KV head
   int page_size;  // tokens
-  int max_pages;  // pages per sequence
+  int capacity;   // tokens of a sequence at most
   int num_splits;
+  int first_key;  // of those, keys max(first_key, kv_len - last_keys) .. min(end_key, kv_len - skip_last) - 1
+  int last_keys;  // are attended to here, and the others by other launches
+  int end_key;
+  int skip_last;
   int window_left;           // keys p - left .. p + right of a query at key position p are visible; -1: unbounded
   int window_right;          // causal is a right window of 0
   float softmax_scale_log2;  // softmax_scale * log2(e)
@@ -98,6 +112,49 @@ struct DequantizeParams {
   i64 num_rows;  // dim0 * dim1 * heads
   int dim1;
   int heads;
+};
+
+// What append.cu writes of K, or of V.
+struct AppendSide {
+  const u8* rows;     // [batch, seqlen_new, num_kv_heads, head_dim], In
+  u8* cache;          // [num_pages, page_size, num_kv_heads] rows of 16-bit values, or the codes of TBQ4
+  u8* norms;          // [num_pages, page_size, num_kv_heads, head_dim / block], float16; TBQ4 only
+  const float* mean;  // [num_kv_heads, head_dim], subtracted before encoding; null: none
+  int* clamped;       // [1], counts norms too large for float16; null: not counted
+  u8* sink;           // [batch, num_sink, num_kv_heads, head_dim], Elem: the first tokens; null: none
+  u8* recent;         // [batch, num_recent, num_kv_heads, head_dim], Elem: token p at p % num_recent; null: none
+  i64 rows_stride_batch;
+  i64 rows_stride_token;
+  i64 rows_stride_head;
+  i64 cache_stride_page;
+  i64 cache_stride_token;
+  i64 cache_stride_head;
+  i64 norms_stride_page;
+  i64 norms_stride_token;
+  i64 norms_stride_head;
+  i64 sink_stride_batch;
+  i64 sink_stride_token;
+  i64 sink_stride_head;
+  i64 recent_stride_batch;
+  i64 recent_stride_token;
+  i64 recent_stride_head;
+};
+
+struct AppendParams {
+  AppendSide k;
+  AppendSide v;
+  const int* kv_len;      // [batch], tokens, the new ones included
+  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
+  i64 kv_len_stride;
+  i64 page_table_stride_batch;
+  i64 page_table_stride_page;
+  i64 num_rows;  // batch * seqlen_new * num_kv_heads
+  int seqlen_new;
+  int num_kv_heads;
+  int page_size;  // tokens
+  int capacity;   // tokens that the cache holds of a sequence
+  int num_sink;
+  int num_recent;
 };
 
 #endif

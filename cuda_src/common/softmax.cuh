@@ -33,12 +33,10 @@ __device__ __forceinline__ void add_sink(float sink, float& m, float& l) {
   m = m_new;
 }
 
-// cap * tanh(s * scale / cap) in log2 units, from the raw score. The error of tanhf is relative, so that a cap far
+// cap * tanh(x) in log2 units, x the score over the cap. The error of tanhf is relative, so that a cap far
 // above all scores changes nothing; tanh.approx, and 1 - 2 / (1 + exp(2 y)), have an absolute one that the cap
 // multiplies.
-__device__ __forceinline__ float softcap(float s, float cap_log2, float scale_over_cap) {
-  return cap_log2 * tanhf(s * scale_over_cap);
-}
+__device__ __forceinline__ float softcap(float x, float cap_log2) { return cap_log2 * tanhf(x); }
 
 // Softmax state of N * 2 query rows that lie on the columns of S^T = K Q^T accumulators: a lane holds columns 2t and
 // 2t+1 of each of N tiles; m is equal in the eight lanes of a column, l is this lane's part of the sum.
@@ -59,9 +57,9 @@ struct ColumnState {
   }
 
   // Turns scores x[M][N] of M * 16 keys into probabilities. Where a maximum grew, calls rescale(n, c, factor) for the
-  // accumulators of that column; that is rare after the first keys, and the branch is uniform in the warp.
+  // accumulators of that column and returns true; that is rare after the first keys, and uniform in the warp.
   template <int M, class Rescale>
-  __device__ __forceinline__ void update(float (&x)[M][N][4], Rescale rescale) {
+  __device__ __forceinline__ bool update(float (&x)[M][N][4], Rescale rescale) {
     float top[N][2];
     bool grew = false;
 #pragma unroll
@@ -74,7 +72,8 @@ struct ColumnState {
         grew |= top[n][c] > m[n][c];
       }
     }
-    if (__any_sync(FULL_MASK, grew)) {
+    grew = __any_sync(FULL_MASK, grew);
+    if (grew) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -101,6 +100,7 @@ struct ColumnState {
         }
       }
     }
+    return grew;
   }
 
   // Sums l over the eight lanes of each column.
@@ -111,6 +111,75 @@ struct ColumnState {
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
         for (int bit = 4; bit < WARP; bit *= 2) l[n][c] += __shfl_xor_sync(FULL_MASK, l[n][c], bit);
+      }
+    }
+  }
+};
+
+// Keeps weights, probabilities times the norms of values, in the range of fp16, as a maximum keeps probabilities there:
+// the weights of a column and its accumulators are multiplied by a power of two, so that the largest weight so far
+// is about 2^8. A weight that is 2^-22 of it, and a later one that is 2^7 times as large, is still a normal number.
+template <int N>
+struct ColumnScale {
+  static constexpr float MAX_HALF = 65504.f;
+  static constexpr int EXPONENT = 8;       // of the largest weight
+  static constexpr int MAX_EXPONENT = 96;  // of a factor: all norms may be 0
+  float factor[N][2];
+  float largest[N][2];  // of this lane's weights so far, times the factor
+
+  __device__ __forceinline__ ColumnScale() {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        factor[n][c] = 1.f;
+        largest[n][c] = 0.f;
+      }
+    }
+  }
+
+  // The maximum of the scores grew: weights so far were multiplied by `by`.
+  __device__ __forceinline__ void rescale(int n, int c, float by) { largest[n][c] *= by; }
+
+  // Takes the weights of P parts of M * 16 keys in. Where they become too large, and with `anyway`, chooses the factors
+  // anew, multiplies the weights, and calls rescale(n, c, by) for the accumulators.
+  template <int P, int M, class Rescale>
+  __device__ __forceinline__ void update(float (&w)[P][M][N][4], bool anyway, Rescale rescale_accumulators) {
+    bool over = anyway;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int i = 0; i < P * M; ++i) {
+          const float (&x)[4] = w[i / M][i % M][n];
+          largest[n][c] = fmaxf(largest[n][c], fmaxf(fabsf(x[c]), fabsf(x[c + 2])));
+        }
+        over |= largest[n][c] > MAX_HALF;
+      }
+    }
+    if (!__any_sync(FULL_MASK, over)) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float top = largest[n][c];
+#pragma unroll
+        for (int bit = 4; bit < WARP; bit *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, bit));
+        // No probability is above 1 and no finite norm above MAX_HALF: what is larger comes from an infinite norm.
+        top = fminf(top, factor[n][c] * MAX_HALF);
+        const int held = static_cast<int>(__float_as_uint(factor[n][c]) >> 23) - 127;
+        const int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
+        const int by = top == 0.f ? 0 : min(EXPONENT - max(exponent, -MAX_EXPONENT), MAX_EXPONENT - held);
+        const float power = __uint_as_float(static_cast<u32>(127 + by) << 23);
+        factor[n][c] *= power;
+        largest[n][c] = top * power;
+        rescale_accumulators(n, c, power);
+#pragma unroll
+        for (int i = 0; i < P * M; ++i) {
+          w[i / M][i % M][n][c] *= power;
+          w[i / M][i % M][n][c + 2] *= power;
+        }
       }
     }
   }

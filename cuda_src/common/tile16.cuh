@@ -4,6 +4,14 @@
 #define CUATTN_COMMON_TILE16_CUH
 #include "common/types.cuh"
 
+// The row of a tile that stands in row `r` of 16 of an mma operand, in every format, since scores and probabilities of
+// the same keys meet. Lanes t = 0 .. 3 that read operand rows 2t then read tile rows t, those that read 2t + 1 tile
+// rows 5, 4, 7, 6: formats with short rows need that to meet no bank conflict (kv/tbq4.cuh), ldmatrix does not mind.
+__device__ __forceinline__ int tile_row(int r) {
+  const int pair = r >> 1 & 3;
+  return (r & 8) + ((r & 1) != 0 ? 4 + (pair ^ 1) : pair);
+}
+
 template <int HEAD_DIM>
 struct Tile16 {
   static constexpr int ROW_BYTES = HEAD_DIM * 2;

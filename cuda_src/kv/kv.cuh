@@ -1,11 +1,24 @@
 // kv/kv.cuh -- the list of KV cache formats. A kernel names a format only through KvOf.
 // SPDX-License-Identifier: Apache-2.0
 //
-// A policy has: ROW_BYTES, CHUNKS (16-byte pieces of a row), offset(row, chunk) in a shared tile, load_k and load_v
-// (A operands of mma.m16n8k16 in registers), and for tiles in which a row may not see every key value and all_finite.
+// A policy has:
+//   Operand                 element type of the mma that multiplies its rows
+//   ROW_BYTES, CHUNKS       of a row in the cache, and its 16-byte pieces
+//   offset(row, chunk)      place in a shared tile
+//   NORMS                   float16 norms of a row in a plane of their own; 0: none
+//   PARTS                   blocks of head_dim with an accumulator or a P of their own
+//   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too
+//   store_queries, restore_rows   Q into a shared tile, O out of one
+//   fill_table              what its operands look up
+//   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part
+//   dim(mb, g, upper)       head_dim of the rows of V's operands
+//   value, all_finite       for tiles in which a row may not see every key; formats without norms only
 #ifndef CUATTN_KV_KV_CUH
 #define CUATTN_KV_KV_CUH
 #include "kv/raw16.cuh"
+#if CUATTN_TBQ4
+#include "kv/tbq4.cuh"
+#endif
 
 template <KvFormat FORMAT, class Elem, int HEAD_DIM>
 struct KvOf;
@@ -13,5 +26,11 @@ template <class Elem, int HEAD_DIM>
 struct KvOf<KvFormat::RAW16, Elem, HEAD_DIM> {
   using type = Raw16<Elem, HEAD_DIM>;
 };
+#if CUATTN_TBQ4
+template <class Elem, int HEAD_DIM>
+struct KvOf<KvFormat::TBQ4, Elem, HEAD_DIM> {
+  using type = tbq4::Rows<Elem, HEAD_DIM>;
+};
+#endif
 
 #endif

@@ -1,4 +1,4 @@
-// kv/raw16.cuh -- K/V rows of fp16 or bf16: head_dim elements, contiguous, no scale.
+// kv/raw16.cuh -- K/V rows of fp16 or bf16: head_dim elements, contiguous, no norm.
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_KV_RAW16_CUH
 #define CUATTN_KV_RAW16_CUH
@@ -8,18 +8,69 @@
 template <class Elem, int HEAD_DIM>
 struct Raw16 : Tile16<HEAD_DIM> {
   using Tile = Tile16<HEAD_DIM>;
+  using Operand = Elem;
+  static constexpr int NORMS = 0;
+  static constexpr int PARTS = 1;
+  static constexpr bool IN_ROTATED_DOMAIN = false;
 
-  // A operand of S^T = K Q^T: tokens row0 .. row0+15, head_dim 16 kb .. 16 kb + 15.
-  static __device__ __forceinline__ void load_k(u32 (&a)[4], const u8* tile, int row0, int kb, int lane) {
-    ptx::ldmatrix_x4(a, tile + Tile::offset(row0 + lane % 16, 2 * kb + lane / 16));
+  // A operands of S^T = K Q^T: 16 tokens, 16 of head_dim each.
+  struct Keys {
+    const u8* tile;
+    int row, lane;
+
+    __device__ __forceinline__ void load(const u8* k_tile, int row0, int /*part*/, int this_lane) {
+      tile = k_tile;
+      row = row0 + tile_row(this_lane % 16);
+      lane = this_lane;
+    }
+    __device__ __forceinline__ void get(u32 (&a)[4], int kb, const u8* /*table*/) const {
+      ptx::ldmatrix_x4(a, tile + Tile::offset(row, 2 * kb + lane / 16));
+    }
+  };
+
+  // A operands of O^T = V^T P^T: 16 of head_dim each, 16 tokens.
+  struct Values {
+    const u8* tile;
+    int row, lane;
+
+    __device__ __forceinline__ void load(const u8* v_tile, int row0, int /*part*/, int this_lane) {
+      tile = v_tile;
+      row = row0 + tile_row(this_lane % 8 + this_lane / 16 * 8);
+      lane = this_lane;
+    }
+    __device__ __forceinline__ void get(u32 (&a)[4], int mb, const u8* /*table*/) const {
+      ptx::ldmatrix_x4_trans(a, tile + Tile::offset(row, 2 * mb + lane / 8 % 2));
+    }
+  };
+
+  // Copies `rows` rows of Q to a shared tile; source(row) is the address of a row, null for zeros.
+  template <class Source>
+  static __device__ __forceinline__ void store_queries(u8* tile, float* /*scale*/, float* /*bias*/,
+                                                       const float* /*mean*/, int rows, Source source) {
+    for (int index = threadIdx.x; index < rows * Tile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
+      const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+      const u8* address = source(row);
+      uint4 value = make_uint4(0, 0, 0, 0);
+      if (address != nullptr) value = ptx::ld_global_nc_v4(address + chunk * 16);
+      *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = value;
+    }
   }
 
-  // A operand of O^T = V^T P^T: head_dim 16 mb .. 16 mb + 15, tokens row0 .. row0+15.
-  static __device__ __forceinline__ void load_v(u32 (&a)[4], const u8* tile, int row0, int mb, int lane) {
-    ptx::ldmatrix_x4_trans(a, tile + Tile::offset(row0 + lane % 8 + lane / 16 * 8, 2 * mb + lane / 8 % 2));
+  // Hands `rows` rows of O on, two values at a time: write(row, dim, read(row, dim), read(row, dim + 1)).
+  template <class Read, class Write>
+  static __device__ __forceinline__ void restore_rows(int rows, Read read, Write write) {
+    for (int index = threadIdx.x; index < rows * HEAD_DIM / 2; index += cfg::NUM_WARPS * WARP) {
+      const int row = index / (HEAD_DIM / 2), dim = index % (HEAD_DIM / 2) * 2;
+      write(row, dim, read(row, dim), read(row, dim + 1));
+    }
   }
 
-  // One element.
+  static __device__ __forceinline__ void fill_table(u8* /*table*/) {}
+
+  // The head_dim that row g (`upper` 0) or g + 8 (1) of the operands' block `mb` holds.
+  static __device__ __forceinline__ int dim(int mb, int g, int upper) { return mb * 16 + g + 8 * upper; }
+
+  // One element of a tile.
   static __device__ __forceinline__ float value(const u8* tile, int row, int dim) {
     return ptx::to_float(*reinterpret_cast<const Elem*>(tile + Tile::offset(row, dim / 8) + dim % 8 * 2));
   }

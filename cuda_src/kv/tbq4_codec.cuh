@@ -1,20 +1,18 @@
-// kv/tbq4_codec.cuh -- encode and decode of one TBQ4 block: signs, Hadamard butterflies, 16 levels, norm. docs/tbq4.md.
+// kv/tbq4_codec.cuh -- encode and decode of one TBQ4 block: rotation, 16 levels, norm. docs/tbq4.md.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Eight neighboring lanes hold a block: lane `sub` of them values sub * VALUES .. sub * VALUES + VALUES - 1. So the
-// first butterflies stay inside of a lane and three go through shuffles. Levels, boundaries and signs are printed into
-// the prelude from cuattn/_tbq4.py; levels are odd-symmetric, so that cfg::LEVELS and cfg::BOUNDARIES hold the positive
-// halves.
+// Levels and boundaries are printed into the prelude from cuattn/_tbq4.py; levels are odd-symmetric, so that cfg::LEVELS
+// and cfg::BOUNDARIES hold the positive halves.
 #ifndef CUATTN_KV_TBQ4_CODEC_CUH
 #define CUATTN_KV_TBQ4_CODEC_CUH
-#include "common/types.cuh"
+#include "common/ptx.cuh"
+#include "kv/tbq4_rotation.cuh"
 
 namespace tbq4 {
 
-constexpr int LANES = 8;
-constexpr int VALUES = cfg::BLOCK / LANES;
 constexpr int CODE_BYTES = VALUES / 2;  // of one lane
-static_assert(VALUES == 8 || VALUES == 16, "blocks have 64 or 128 values");
+constexpr u16 MAX_HALF = 0x7bff;   // 65504
+constexpr u16 QUIET_NAN = 0x7e00;  // the one NaN of the format
 
 // Where a lane works: rows are [dim0, dim1, heads], a row has PER_ROW blocks, a warp takes the four blocks from `first`
 // on.
@@ -37,57 +35,6 @@ struct Place {
   }
 };
 
-// Sum over the eight lanes of a block, the same in each.
-__device__ __forceinline__ float block_sum(float x) {
-#pragma unroll
-  for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(FULL_MASK, x, bit);
-  return x;
-}
-
-// What the eight lanes of a block need for every block, kept in registers: multiplying by a sign costs nothing where
-// the value must be scaled anyway, and flipping a bit would cost two instructions on the pipe that encoding is short
-// of.
-struct Signs {
-  float first[VALUES];   // +-1
-  float second[VALUES];  // +-1/sqrt(block)
-  float pair[3];         // -1 where this lane holds b of the pairs (a + b, a - b) of a stage between lanes
-
-  __device__ __forceinline__ Signs(const u32 (&s_first)[4], const u32 (&s_second)[4], int sub) {
-    const auto bit = [sub](const u32(&mask)[4], int j) {
-      u32 word = mask[0];
-#pragma unroll
-      for (int w = 1; w < cfg::BLOCK / 32; ++w) word = sub * VALUES / 32 == w ? mask[w] : word;
-      return (word >> (sub * VALUES % 32 + j) & 1) != 0;
-    };
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j) {
-      first[j] = bit(s_first, j) ? -1.f : 1.f;
-      second[j] = bit(s_second, j) ? -cfg::ROOT : cfg::ROOT;
-    }
-#pragma unroll
-    for (int i = 0; i < 3; ++i) pair[i] = (sub >> i & 1) != 0 ? -1.f : 1.f;
-  }
-};
-
-// x <- H x, Sylvester's order, not normalized.
-__device__ __forceinline__ void hadamard(float (&x)[VALUES], const Signs& signs) {
-#pragma unroll
-  for (int h = 1; h < VALUES; h *= 2) {
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j) {
-      if (j & h) continue;
-      const float a = x[j], b = x[j + h];
-      x[j] = a + b;
-      x[j + h] = a - b;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j) x[j] = fmaf(x[j], signs.pair[i], __shfl_xor_sync(FULL_MASK, x[j], 1 << i));
-  }
-}
-
 // Index 0..7 of the level of |u|. A value on a boundary belongs to the level above it: for u < 0 that is the smaller
 // magnitude, so that one less in the bits makes "at least" into "above". -0 is not below 0; NaN has the largest index.
 __device__ __forceinline__ u32 magnitude_index(float u) {
@@ -102,6 +49,68 @@ __device__ __forceinline__ u32 magnitude_index(float u) {
 
 // The code of a value whose magnitude has `index`.
 __device__ __forceinline__ u32 code_of(float u, u32 index) { return u < 0.f ? 7 - index : 8 + index; }
+
+// What encoding looks up, in shared memory: squares of the levels, a copy for each lane, so that no two lanes meet in a
+// bank.
+using Squares = float[8][WARP];
+
+// All threads of the block fill it together; a barrier must follow.
+__device__ __forceinline__ void fill(Squares& squares, u32 num_threads) {
+  for (u32 i = threadIdx.x; i < 8 * WARP; i += num_threads) squares[i / WARP][i % WARP] = cfg::LEVELS_SQUARED[i / WARP];
+}
+
+// A block as its lanes hold it: the codes of their own values, and all of them the norm.
+struct Encoded {
+  u32 codes[CODE_BYTES / 4];
+  u16 norm;      // float16
+  bool clamped;  // whether the norm was too large for float16
+};
+
+// Encodes the block that eight lanes hold in x, which is used up; the whole warp calls it together.
+__device__ __forceinline__ Encoded encode(float (&x)[VALUES], const Signs& signs, const Squares& squares) {
+  const u32 lane = threadIdx.x % WARP;
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < VALUES; ++j) sum += x[j] * x[j];
+  const float norm = sqrtf(block_sum(sum));
+  const float inverse = norm > cfg::MIN_NORM ? 1.f / norm : 0.f;
+#pragma unroll
+  for (int j = 0; j < VALUES; ++j) x[j] *= signs.first[j] * inverse;
+  hadamard(x, signs);
+
+  Encoded block;
+  float length = 0.f;
+#pragma unroll
+  for (int word = 0; word < CODE_BYTES / 4; ++word) {
+    block.codes[word] = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float u = x[word * 8 + j] * signs.second[word * 8 + j];
+      const u32 index = magnitude_index(u);
+      block.codes[word] |= code_of(u, index) << (4 * j);
+      length += squares[index][lane];
+    }
+  }
+  // The decoded block gets the norm of the row.
+  const float stored = norm / sqrtf(block_sum(length));
+  block.norm = stored != stored ? QUIET_NAN : static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
+  block.clamped = stored == stored && block.norm > MAX_HALF && stored != __uint_as_float(0x7f800000u);
+  if (block.clamped) block.norm = MAX_HALF;
+  return block;
+}
+
+// Stores a block: `codes` is where this lane's own go, lane 0 of the eight stores the norm and counts a clamped one
+// unless `clamped` is null.
+__device__ __forceinline__ void store(const Encoded& block, u32 sub, u8* codes, u16* norm, int* clamped) {
+  if constexpr (CODE_BYTES == 8) {
+    *reinterpret_cast<uint2*>(codes) = make_uint2(block.codes[0], block.codes[CODE_BYTES / 4 - 1]);
+  } else {
+    *reinterpret_cast<u32*>(codes) = block.codes[0];
+  }
+  if (sub != 0) return;
+  *norm = block.norm;
+  if (block.clamped && clamped != nullptr) atomicAdd(clamped, 1);
+}
 
 }  // namespace tbq4
 

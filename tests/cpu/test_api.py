@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -247,13 +248,18 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
         ),
         (cuattn.merge, ["out_partial", "lse_partial"], {"out": None}),
         (
+            cuattn.append,
+            ["k_new", "v_new", "k_cache", "v_cache", "kv_len"],
+            dict.fromkeys(("page_table", "k_sink", "v_sink", "k_recent", "v_recent")),
+        ),
+        (
             cuattn.plan_decode,
             ["q", "k_cache", "v_cache", "kv_len"],
             {"page_table": None, "num_splits": None, "device": None},
         ),
         (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],
-    ids=["decode", "merge", "plan_decode", "channel_mean"],
+    ids=["decode", "merge", "append", "plan_decode", "channel_mean"],
 )
 def test_arrays_are_positional_and_everything_else_is_a_keyword(
     function: Callable[..., Any], positional: list[str], keywords: dict[str, Any]
@@ -273,9 +279,16 @@ def test_the_reference_has_the_same_arguments_and_then_a_dtype(function: Callabl
         assert (parameter.kind, parameter.default) == (defined[name].kind, defined[name].default), name
 
 
-@pytest.mark.parametrize("function", [*PUBLIC, cuattn.plan_decode, cuattn.channel_mean], ids=lambda f: f.__name__)
+def test_append_of_the_reference_has_the_same_arguments():
+    public, defined = (inspect.signature(module.append).parameters.values() for module in (cuattn, reference))
+    assert [(p.name, p.kind, p.default) for p in public] == [(p.name, p.kind, p.default) for p in defined]
+
+
+@pytest.mark.parametrize(
+    "function", [*PUBLIC, cuattn.append, cuattn.plan_decode, cuattn.channel_mean], ids=lambda f: f.__name__
+)
 def test_every_argument_is_documented(function: Callable[..., Any]) -> None:
-    document = inspect.getdoc(function).partition("Parameters\n")[2].partition("Returns\n")[0]
+    document = re.split(r"\n(?=\w+\n---)", inspect.getdoc(function).partition("Parameters\n")[2])[0]
     lines = [line.partition(" : ")[0] for line in document.splitlines() if line[:1].isalpha()]
     assert [name for line in lines for name in line.split(", ")] == list(inspect.signature(function).parameters)
 
@@ -287,6 +300,7 @@ def test_the_public_names_are_those_documented() -> None:
         "Device",
         "Tbq4Array",
         "__version__",
+        "append",
         "channel_mean",
         "decode",
         "dequantize",

@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from cuattn import _jit, _params, _plan
 
 HEADER = (_jit.CUDA_SRC / "common/params.cuh").read_text()
-CPP_TYPES = {"i64": "int64", "int": "int32", "float": "float32"}
+CPP_TYPES = {"i64": np.dtype(np.int64), "int": np.dtype(np.int32), "float": np.dtype(np.float32)}
+CPP_TYPES["AppendSide"] = _params.APPEND_SIDE
 
 
 @pytest.mark.parametrize(
@@ -17,17 +19,29 @@ CPP_TYPES = {"i64": "int64", "int": "int32", "float": "float32"}
         ("MergeParams", _params.MERGE),
         ("QuantizeParams", _params.QUANTIZE),
         ("DequantizeParams", _params.DEQUANTIZE),
+        ("AppendSide", _params.APPEND_SIDE),
+        ("AppendParams", _params.APPEND),
     ],
 )
 def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
     body = re.search(rf"struct {struct} {{(.*?)\n}};", HEADER, re.DOTALL)[1]
     fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+);", body, re.MULTILINE)
-    expected = [(name, "uint64" if pointer else CPP_TYPES[kind]) for kind, pointer, name in fields]
-    assert [(name, mirror[name].name) for name in mirror.names] == expected
+    expected = [(name, np.dtype(np.uint64) if pointer else CPP_TYPES[kind]) for kind, pointer, name in fields]
+    assert [(name, mirror[name]) for name in mirror.names] == expected
     assert len(expected) == len(re.findall(r";(?= *(?://.*)?$)", re.sub(r"//.*", "", body), re.MULTILINE))
 
 
-@pytest.mark.parametrize("mirror", [_params.DECODE, _params.MERGE, _params.QUANTIZE, _params.DEQUANTIZE])
+@pytest.mark.parametrize(
+    "mirror",
+    [
+        _params.DECODE,
+        _params.MERGE,
+        _params.QUANTIZE,
+        _params.DEQUANTIZE,
+        _params.APPEND_SIDE,
+        _params.APPEND,
+    ],
+)
 def test_the_mirror_has_no_padding(mirror):
     assert sum(mirror[name].itemsize for name in mirror.names) == mirror.itemsize
 

@@ -1,4 +1,4 @@
-"""Small decode and merge calls for compute-sanitizer; results are checked too.
+"""Small decode, merge and append calls for compute-sanitizer; results are checked too.
 
 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
@@ -11,8 +11,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import cupy  # noqa: E402  after the path
 import numpy as np  # noqa: E402
-from strategies import Problem  # noqa: E402
-from tolerance import assert_decode  # noqa: E402
+from strategies import EXACT_APPENDS, Problem  # noqa: E402
+from tolerance import assert_append, assert_decode  # noqa: E402
 
 import cuattn  # noqa: E402
 
@@ -39,8 +39,13 @@ def main() -> None:
             assert_decode(problem, out.get(), lse.get())
         if problem.seqlen_q == 1:
             cuattn.merge(cupy.stack([out, out]), cupy.stack([lse, lse]))
+    for problem in EXACT_APPENDS:
+        bases = {name: cupy.asarray(x) for name, x in problem.bases().items()}
+        arguments, options = problem.arguments(bases)
+        cuattn.append(*arguments, **options)
+        assert_append(problem, {name: x.get() for name, x in bases.items()})
     cupy.cuda.Device().synchronize()
-    sys.stdout.write(f"{len(PROBLEMS)} problems\n")
+    sys.stdout.write(f"{len(PROBLEMS)} problems and {len(EXACT_APPENDS)} of append\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 from simt import harness
-from strategies import Problem
+from strategies import AppendProblem, Problem
 
-from cuattn import _check, _decode, _jit, _merge, _plan, _quantize, _tbq4
+from cuattn import _append, _check, _jit, _merge, _plan, _quantize, _segments, _tbq4
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -42,19 +42,23 @@ def decode_arrays(
         Without `merge`: the parts in float32 with a leading axis of splits, and their states (m, l) for lse.
     """
     call = _check.decode(*arrays, num_splits=num_splits, **options)
-    plan = _plan.decode_plan(call.problem, device, num_splits)
+    found = _segments.segments(call, device)
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
-    parts = np.full(plan.out_partial_shape, np.nan, np.float32)
-    states = np.full((*plan.out_partial_shape[:-1], 2), np.nan, np.float32)
+    shape, parts, states = _segments.partial_shape(found), None, None
+    if shape is not None:
+        parts = np.full(shape, np.nan, np.float32)
+        states = np.full((*shape[:-1], 2), np.nan, np.float32)
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
     lengths = call.kv_len if device_kv_len is None else device_kv_len
-    params = _decode.params_of(call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks)
-    readable = [call.q, call.k_cache.rows, call.v_cache.rows]
-    build(plan.config, patches).launch(
-        "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
-    )
-    if num_splits == 1:
+    readable = [call.q, call.k_cache.rows, call.v_cache.rows, *(call.sink or ()), *(call.recent or ())]
+    for plan, params in _segments.launches(
+        call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
+    ):
+        build(plan.config, patches).launch(
+            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
+        )
+    if parts is None:
         return out, lse
     if not merge:
         return parts, states
@@ -103,3 +107,27 @@ def dequantize(
     out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
     _launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
     return out
+
+
+def append(
+    problem: AppendProblem, seed: int = 0, patches: Sequence[tuple[str, str, str]] = ()
+) -> dict[str, np.ndarray]:
+    """Run append.cu on `problem.bases()`."""
+    return append_arrays(problem, problem.bases(), seed, patches)
+
+
+def append_arrays(
+    problem: AppendProblem,
+    bases: dict[str, np.ndarray],
+    seed: int = 0,
+    patches: Sequence[tuple[str, str, str]] = (),
+) -> dict[str, np.ndarray]:
+    """Run append.cu on arrays such as `problem.bases()`; lengths are those of a device, which are not checked."""
+    (*arrays, kv_len), options = problem.arguments(bases)
+    call = _check.append(*arrays, 0, **options)
+    config = _append.append_config(call)
+    means = [None if side.mean is None else np.ascontiguousarray(side.mean) for side in (call.k, call.v)]
+    params = _append.append_params(call, kv_len, *means)
+    grid, threads = config.grid(call.num_rows, TWO_SMS), (config.num_warps * _plan.WARP, 1, 1)
+    build(config, patches).launch("append_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
+    return bases

@@ -11,8 +11,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from simt import product  # noqa: E402  after the path
-from strategies import DTYPES, Problem  # noqa: E402
-from tolerance import assert_blocks, assert_decode  # noqa: E402
+from strategies import DTYPES, EXACT_APPENDS, Problem  # noqa: E402
+from tolerance import assert_append, assert_blocks, assert_decode  # noqa: E402
 
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, sinks=True),
@@ -55,7 +55,9 @@ def main() -> None:
             assert_decode(problem, out, lse)
     for head_dim, dtype in ((64, "float32"), (128, "float16"), (256, "bfloat16")):
         encode_and_decode(head_dim, dtype)
-    sys.stdout.write(f"{len(PROBLEMS)} problems\n")
+    for seed, problem in enumerate(EXACT_APPENDS):
+        assert_append(problem, product.append(problem, seed))
+    sys.stdout.write(f"{len(PROBLEMS)} problems and {len(EXACT_APPENDS)} of append\n")
 
 
 def encode_and_decode(head_dim: int, dtype: str) -> None:

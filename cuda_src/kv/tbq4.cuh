@@ -1,0 +1,234 @@
+// kv/tbq4.cuh -- K/V rows of TBQ4: head_dim / 2 code bytes in a plane, a float16 norm per BLOCK values in another.
+// SPDX-License-Identifier: Apache-2.0
+//
+// A code byte becomes two fp16 levels by one look-up in shared memory. The table has 256 entries with a copy of each
+// for every lane, so that a lane stays in its own bank whatever it looks up. No element is multiplied by anything:
+// norms multiply scores (K) and probabilities (V), once a token, and rows stay in the rotated domain, into which Q is
+// rotated on the way in and from which O is rotated back on the way out.
+//
+// The order of head_dim inside of a dot product is free, so a lane takes neighboring code bytes of a row for its
+// successive operands, and Q is stored in the same order.
+#ifndef CUATTN_KV_TBQ4_CUH
+#define CUATTN_KV_TBQ4_CUH
+#include "common/ptx.cuh"
+#include "common/tile16.cuh"
+#include "kv/tbq4_rotation.cuh"
+
+namespace tbq4 {
+
+constexpr int TABLE_BYTES = 256 * cfg::TABLE_STRIDE;
+static_assert(cfg::TABLE_STRIDE == 128 || cfg::TABLE_STRIDE == 256, "an entry has 128 bytes, 4 for each lane");
+
+// Fills the table; a barrier must follow.
+__device__ __forceinline__ void fill_table(u8* table) {
+  const int lane = threadIdx.x % WARP;
+  for (int byte = threadIdx.x / WARP; byte < 256; byte += cfg::NUM_WARPS) {
+    *reinterpret_cast<u32*>(table + byte * cfg::TABLE_STRIDE + lane * 4) =
+        cfg::LEVELS_HALF[byte & 15] | cfg::LEVELS_HALF[byte >> 4] << 16;
+  }
+}
+
+// The two levels of byte `which` of `word`. With a stride of 256 one permutation makes the offset: the byte in bits 8
+// to 15, the lane's place below.
+__device__ __forceinline__ u32 look_up(const u8* table, u32 word, int which, u32 lane) {
+  constexpr u32 SCALE = cfg::TABLE_STRIDE / 128;
+  const u32 offset = ptx::prmt(word, lane * (8 / SCALE), 0x5504u | which << 4) >> (2 - SCALE);
+  return *reinterpret_cast<const u32*>(table + offset);
+}
+
+// Where a lane works among the warp's four blocks from `first` on, of rows with PARTS blocks.
+template <int PARTS>
+struct RowPlace {
+  int row, dim;
+
+  __device__ __forceinline__ RowPlace(int first, int lane) {
+    const int block = first + lane / LANES;
+    row = block / PARTS;
+    dim = block % PARTS * cfg::BLOCK + lane % LANES * VALUES;
+  }
+};
+
+template <class Elem, int HEAD_DIM>
+struct Rows {
+  using Operand = Half;
+  static constexpr int NORMS = HEAD_DIM / cfg::BLOCK;
+  static constexpr int PARTS = NORMS;
+  static constexpr bool IN_ROTATED_DOMAIN = true;
+  static constexpr int ROW_BYTES = HEAD_DIM / 2;
+  static constexpr int CHUNKS = ROW_BYTES / 16;
+  static constexpr int BLOCK_BYTES = cfg::BLOCK / 2;
+  static constexpr int STEPS = cfg::BLOCK / 16;  // operands of a block, for K and for V
+
+  // Byte offset of a chunk in a shared tile. Keys reads two rows whose lowest bits differ, 64 bytes each, and Values
+  // four that differ in the lowest two bits, 32 bytes each, from all banks at once.
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    const int key = CHUNKS >= 8 ? (row & 1) << 2 | (row & 2) : CHUNKS == 4 ? row & 2 : 0;
+    return row * ROW_BYTES + ((chunk ^ key) << 4);
+  }
+
+  // A operands of S^T = K Q^T for one block: lane t of a row has a quarter of the block's bytes, two for each operand.
+  struct Keys {
+    static constexpr int WORDS = BLOCK_BYTES / 16;
+    u32 low[WORDS], high[WORDS];  // of rows g and g + 8
+    u32 lane;
+
+    __device__ __forceinline__ void load(const u8* tile, int row0, int part, int this_lane) {
+      lane = this_lane;
+      const int row = row0 + tile_row(this_lane / 4), byte = part * BLOCK_BYTES + this_lane % 4 * (WORDS * 4);
+      read(low, tile + offset(row, byte / 16) + byte % 16);
+      read(high, tile + offset(row + 8, byte / 16) + byte % 16);
+    }
+    __device__ __forceinline__ void get(u32 (&a)[4], int step, const u8* table) const {
+      const int byte = step % 2 * 2;
+      a[0] = look_up(table, low[step / 2], byte, lane);
+      a[1] = look_up(table, high[step / 2], byte, lane);
+      a[2] = look_up(table, low[step / 2], byte + 1, lane);
+      a[3] = look_up(table, high[step / 2], byte + 1, lane);
+    }
+  };
+
+  // A operands of O^T = V^T P^T for one block: lanes of one g have an eighth of the block's bytes, one for each
+  // operand: row g is its lower code, row g + 8 its upper one. An operand pairs two tokens, so that the codes of two
+  // tokens are put together in a byte before they are looked up.
+  struct Values {
+    static constexpr int WORDS = BLOCK_BYTES / 32;
+    u32 lower[2][WORDS], upper[2][WORDS];  // of tokens 2t, 2t+1 and 2t+8, 2t+9
+    u32 lane;
+
+    __device__ __forceinline__ void load(const u8* tile, int row0, int part, int this_lane) {
+      lane = this_lane;
+      const int t = this_lane % 4, byte = part * BLOCK_BYTES + this_lane / 4 * (WORDS * 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 first[WORDS], second[WORDS];
+        read(first, tile + offset(row0 + tile_row(2 * t) + 8 * half, byte / 16) + byte % 16);
+        read(second, tile + offset(row0 + tile_row(2 * t + 1) + 8 * half, byte / 16) + byte % 16);
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+          lower[half][w] = (first[w] & 0x0f0f0f0fu) | (second[w] << 4 & 0xf0f0f0f0u);
+          upper[half][w] = (first[w] >> 4 & 0x0f0f0f0fu) | (second[w] & 0xf0f0f0f0u);
+        }
+      }
+    }
+    __device__ __forceinline__ void get(u32 (&a)[4], int step, const u8* table) const {
+      a[0] = look_up(table, lower[0][step / 4], step % 4, lane);
+      a[1] = look_up(table, upper[0][step / 4], step % 4, lane);
+      a[2] = look_up(table, lower[1][step / 4], step % 4, lane);
+      a[3] = look_up(table, upper[1][step / 4], step % 4, lane);
+    }
+  };
+
+  // The head_dim that row g (`which` 0) or g + 8 (1) of the operands' block `mb` holds.
+  static __device__ __forceinline__ int dim(int mb, int g, int which) {
+    return mb / STEPS * cfg::BLOCK + g * (cfg::BLOCK / 8) + mb % STEPS * 2 + which;
+  }
+
+  // Where head_dim `dim` of a Q row stands among the 16 of each operand: step i takes from lane t 4 i .. 4 i + 3 of its
+  // quarter, the first two as k = 2t, 2t+1, the others as 2t+8, 2t+9.
+  static __device__ __forceinline__ int position(int dim) {
+    const int in_block = dim % cfg::BLOCK, quarter = in_block / (cfg::BLOCK / 4), rest = in_block % (cfg::BLOCK / 4);
+    return dim - in_block + rest / 4 * 16 + rest / 2 % 2 * 8 + quarter * 2 + rest % 2;
+  }
+
+  template <int WORDS>
+  static __device__ __forceinline__ void read(u32 (&x)[WORDS], const u8* source) {
+    if constexpr (WORDS == 4) {
+      const uint4 v = *reinterpret_cast<const uint4*>(source);
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else if constexpr (WORDS == 2) {
+      const uint2 v = *reinterpret_cast<const uint2*>(source);
+      x[0] = v.x, x[1] = v.y;
+    } else {
+      x[0] = *reinterpret_cast<const u32*>(source);
+    }
+  }
+
+  // Of the rows that a warp rotates at a time.
+  static constexpr int BLOCKS_AT_ONCE = WARP / LANES;
+
+  // Combines over the lanes that hold one row; all blocks of a row are in one warp.
+  template <class Combine>
+  static __device__ __forceinline__ float over_row(float x, Combine combine) {
+#pragma unroll
+    for (int bit = 1; bit < LANES * PARTS; bit *= 2) x = combine(x, __shfl_xor_sync(FULL_MASK, x, bit));
+    return x;
+  }
+
+  // Rotates `rows` rows of Q and stores them as fp16 in a shared tile, scaled by a power of two, so that neither large
+  // nor small ones leave fp16's range. source(row) is the address of a row, null for zeros. scale[row] undoes the
+  // scaling in the scores; bias[row] is q . mean.
+  template <class Source>
+  static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, const float* mean, int rows,
+                                                       Source source) {
+    const int lane = threadIdx.x % WARP;
+    const Signs signs(cfg::SIGNS1, cfg::SIGNS2, lane % LANES);
+    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS;
+         first += cfg::NUM_WARPS * BLOCKS_AT_ONCE) {
+      const RowPlace<PARTS> at(first, lane);
+      const u8* row = source(at.row);
+      float x[VALUES];
+      float dot = 0.f;
+#pragma unroll
+      for (int i = 0; i < VALUES / 8; ++i) {
+        uint4 raw = make_uint4(0, 0, 0, 0);
+        if (row != nullptr) raw = ptx::ld_global_nc_v4(row + (at.dim + 8 * i) * 2);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float value = ptx::to_float(Elem{static_cast<u16>(words[j / 2] >> (j % 2 * 16))});
+          if (mean != nullptr) dot += value * __ldg(mean + at.dim + 8 * i + j);
+          x[8 * i + j] = value * signs.first[8 * i + j];
+        }
+      }
+      hadamard(x, signs);
+      float largest = 0.f;
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) {
+        x[j] *= signs.second[j];
+        largest = fmaxf(largest, fabsf(x[j]));
+      }
+      largest = over_row(largest, [](float a, float b) { return fmaxf(a, b); });
+      dot = over_row(dot, [](float a, float b) { return a + b; });
+      // 2^14 <= largest * down < 2^15; rows of zeros, and of subnormal or infinite numbers, stay as they are.
+      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+      const int shift = exponent > -112 && exponent < 128 ? 14 - exponent : 0;
+      const float down = __uint_as_float(static_cast<u32>(127 + shift) << 23);
+#pragma unroll
+      for (int j = 0; j < VALUES; j += 2) {
+        const int place = position(at.dim + j);
+        *reinterpret_cast<u32*>(tile + Tile16<HEAD_DIM>::offset(at.row, place / 8) + place % 8 * 2) =
+            ptx::pack2<Half>(x[j] * down, x[j + 1] * down);
+      }
+      if (at.dim == 0) {
+        scale[at.row] = __uint_as_float(static_cast<u32>(127 - shift) << 23);
+        bias[at.row] = dot;
+      }
+    }
+  }
+
+  // Rotates `rows` rows of O back and hands them on, two values at a time: read(row, dim) is one of the rotated domain.
+  template <class Read, class Write>
+  static __device__ __forceinline__ void restore_rows(int rows, Read read, Write write) {
+    const int lane = threadIdx.x % WARP;
+    const Signs signs(cfg::SIGNS2, cfg::SIGNS1, lane % LANES);  // exchanged: the transpose
+    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS;
+         first += cfg::NUM_WARPS * BLOCKS_AT_ONCE) {
+      const RowPlace<PARTS> at(first, lane);
+      const bool inside = at.row < rows;
+      float x[VALUES];
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) x[j] = inside ? signs.first[j] * read(at.row, at.dim + j) : 0.f;
+      hadamard(x, signs);
+#pragma unroll
+      for (int j = 0; j < VALUES; j += 2) {
+        if (inside) write(at.row, at.dim + j, x[j] * signs.second[j], x[j + 1] * signs.second[j + 1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void fill_table(u8* table) { tbq4::fill_table(table); }
+};
+
+}  // namespace tbq4
+
+#endif

@@ -103,3 +103,14 @@ def test_the_same_call_gives_the_same_bytes_on_any_stream():
             assert (t.codes == first.codes).all()
             assert (t.norms == first.norms).all()
         stream.synchronize()
+
+
+@every_dtype
+def test_channel_mean_on_a_gpu_is_that_of_numpy(dtype):
+    x = rows_of(dtype, 64, 3, 500, 2)
+    device = cupy.asarray(x)
+    for view in (np.s_[:], np.s_[1], np.s_[:, ::3, ::-1]):
+        got, want = cuattn.channel_mean(device[view], skip=4), cuattn.channel_mean(x[view], skip=4)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        # Sums of float64 in another order, rounded to float32.
+        np.testing.assert_allclose(got.get(), want, rtol=2.0**-23, atol=1e-12)  # an ulp, and what sums to nearly 0

@@ -7,6 +7,6 @@ from cuattn._check.merge import merge
 from cuattn._check.tbq4 import channel_mean, planes, quantize, result_dtype
 
 __all__ = [
-    "AppendCall", "AppendSide", "DecodeCall", "append", "channel_mean", "decode", "device", "dtype_16bit", "flag", "merge", "planes",
-    "quantize", "result_dtype",
+    "AppendCall", "AppendSide", "DecodeCall", "append", "channel_mean", "decode", "device", "dtype_16bit", "flag",
+    "merge", "planes", "quantize", "result_dtype",
 ]  # fmt: skip

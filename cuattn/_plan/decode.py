@@ -248,7 +248,7 @@ def decode_tiles(
     return _DECODE_LARGE if large else _DECODE_SMALL
 
 
-def config_of(
+def config_of(  # noqa: PLR0917  the axes of the tables, in their order
     dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, row_tiles: int, device: Device
 ) -> DecodeConfig:
     """Config of a row of a tile table."""
@@ -262,7 +262,7 @@ def config_of(
     return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
 
 
-def decode_config(
+def decode_config(  # noqa: PLR0917  as above
     dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, rows: int, device: Device
 ) -> DecodeConfig:
     """Config for `rows` query rows per KV head: the fewest row tiles that hold them, else the most there are."""

@@ -8,8 +8,8 @@
 // Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
 // Formats of K and V are policies, each by itself (kv/kv.cuh).
+#include "common/kv_ring.cuh"
 #include "common/mask.cuh"
-#include "common/paging.cuh"
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 #include "common/tile16.cuh"
@@ -34,16 +34,13 @@ static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
               "norms reach shared memory one tile of their kind late");
 static_assert(cfg::NUM_STAGES % 2 == 0 || cfg::K_FORMAT == cfg::V_FORMAT, "slots serve K or V, or have one size");
 
-// A slot of the ring: rows, then their norms.
-template <class Kv>
-constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
-constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
-
+// A table with a stride of 256 begins at a multiple of 64 KB of the shared window. The rings of the first warps lie
+// below it, in the order of descending addresses, and all else above.
 struct Smem {
   union {
     struct {
-      alignas(128) u8 ring[cfg::NUM_WARPS][RING_BYTES];
       alignas(128) u8 table[cfg::TABLE_BYTES];  // of a format's levels; 128 unused bytes without one
+      alignas(128) u8 ring[cfg::NUM_WARPS - cfg::WARPS_BELOW][RING_BYTES<K, V>];
     };
     float o[cfg::NUM_WARPS][ROWS][O_STRIDE];  // after the loop
   };
@@ -54,7 +51,8 @@ struct Smem {
   float weight[cfg::NUM_WARPS][ROWS];  // of a warp's o in the result
   float keys[ROWS];                    // sum of the keys' weights in the result
 };
-static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and decode.cu disagree on shared memory");
+static_assert(cfg::LEAD_BYTES + sizeof(Smem) == cfg::SMEM_BYTES,
+              "cuattn/_plan and decode.cu disagree on shared memory");
 static_assert(sizeof(DecodeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 // What one CTA works on.
@@ -62,7 +60,8 @@ struct Work {
   int batch, kv_head, split;
   int row0, num_rows;  // rows of this CTA: row0 .. row0 + num_rows - 1
   int kv_len;          // clamped to the capacity of the page table
-  int begin, end;      // keys of this split that at least one row sees
+  int first;           // no row sees a key before it
+  int begin, end;      // keys of this split, a whole number of tiles but at the end
 
   __device__ __forceinline__ int token(const DecodeParams& p, int row) const { return (row0 + row) / p.group; }
   __device__ __forceinline__ int head(const DecodeParams& p, int row) const {
@@ -93,149 +92,21 @@ __device__ __forceinline__ Work find_work(const DecodeParams& p) {
   w.num_rows = min(ROWS, all_rows - w.row0);
   const int len = *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
   w.kv_len = max(0, min(len, p.capacity));
-  const int lo = w.keys(p, 0).lo, hi = max(lo, w.keys(p, w.num_rows - 1).hi);
-  // Splits are whole steps and at least MIN_SPLIT keys; with few keys the last splits are empty.
-  const int per_split = (max(0, hi - lo) + p.num_splits - 1) / p.num_splits;
+  w.first = w.keys(p, 0).lo;
+  const int hi = w.keys(p, w.num_rows - 1).hi;
+  if (hi <= w.first) {
+    w.begin = w.end = w.first;
+    return w;
+  }
+  // Splits are whole steps and at least MIN_SPLIT keys; with few keys the last splits are empty. They begin at
+  // multiples of TILE_KV, so that a tile lies inside of a page if a page is a whole number of tiles.
+  const int lo = w.first / cfg::TILE_KV * cfg::TILE_KV;
+  const int per_split = (hi - lo + p.num_splits - 1) / p.num_splits;
   const int chunk = max(cfg::MIN_SPLIT, (per_split + cfg::TILE_KV - 1) / cfg::TILE_KV * cfg::TILE_KV);
   w.begin = static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(w.split) * chunk));
   w.end = max(w.begin, static_cast<int>(min(static_cast<i64>(hi), static_cast<i64>(w.begin) + chunk)));
   return w;
 }
-
-// Norms of one row, as they are loaded from their plane and stored in a slot.
-template <int N>
-struct RowNorms {
-  u16 bits[N];
-};
-template <>
-struct RowNorms<2> {
-  u32 bits;
-};
-template <>
-struct RowNorms<4> {
-  uint2 bits;
-};
-template <>
-struct RowNorms<0> {};
-
-// The rows of K or of V: where they lie, and the norms of the last tile, which wait in registers for the next one.
-template <class Kv>
-struct Stream {
-  using Norms = RowNorms<Kv::NORMS>;
-  const u8* rows;
-  const u8* norms;
-  i64 page, token, norms_page, norms_token;  // strides
-  Norms waiting;
-  u8* waiting_slot;
-
-  __device__ __forceinline__ Stream(const u8* rows_of_head, i64 stride_page, i64 stride_token, const u8* norms_of_head,
-                                    i64 norms_stride_page, i64 norms_stride_token, u8* first_slot)
-      : rows(rows_of_head),
-        norms(norms_of_head),
-        page(stride_page),
-        token(stride_token),
-        norms_page(norms_stride_page),
-        norms_token(norms_stride_token),
-        waiting{},
-        waiting_slot(first_slot) {}
-
-  __device__ __forceinline__ void copy(u8* slot, i64 row_offset, int valid, int lane) const {
-#pragma unroll
-    for (int i = 0; i < cfg::TILE_KV * Kv::CHUNKS / WARP; ++i) {
-      const int index = i * WARP + lane;
-      const int row = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
-      const i64 offset = __shfl_sync(FULL_MASK, row_offset, row);
-      // Rows past the end are written as zeros: 0 * NaN in P V would show what lies there.
-      ptx::cp_async16(slot + Kv::offset(row, chunk), rows + offset + chunk * 16, row < valid);
-    }
-  }
-
-  // Stores the norms that were loaded for the tile before, and loads those of this one: a whole step is their latency.
-  // Rows past the end have the norm 0.
-  __device__ __forceinline__ void load_norms(u8* slot, i64 norms_offset, bool valid, int lane) {
-    if constexpr (Kv::NORMS > 0) {
-      if (lane < cfg::TILE_KV) {
-        reinterpret_cast<Norms*>(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)[lane] = waiting;
-      }
-      waiting = Norms{};
-      if (valid) waiting = *reinterpret_cast<const Norms*>(norms + norms_offset);
-      waiting_slot = slot;
-    }
-  }
-};
-
-// Norm `part` of row `row` of a tile.
-template <class Kv>
-__device__ __forceinline__ float norm_of(const u8* tile, int row, int part) {
-  return ptx::to_float(reinterpret_cast<const Half*>(tile + cfg::TILE_KV * Kv::ROW_BYTES)[row * Kv::NORMS + part]);
-}
-
-// Copies K and V tiles of one warp into its ring, in the order K V K V ...
-struct Loader {
-  Stream<K> k;
-  Stream<V> v;
-  PageTable pages;
-  int end;
-  int position;            // of this lane's row in the next tile
-  int next_page;           // its page, read one step ahead of its use
-  int page, slot_in_page;  // of this lane's row in the V tile that follows
-  int v_valid;             // rows of that tile before `end`
-  bool row_valid;          // whether this lane's row is one of them
-  u8* slot;
-
-  __device__ __forceinline__ Loader(const DecodeParams& p, const Work& w, u8* ring, int warp, int lane)
-      : k(p.k + w.kv_head * p.k_stride_head, p.k_stride_page, p.k_stride_token,
-          p.k_norms + w.kv_head * p.k_norms_stride_head, p.k_norms_stride_page, p.k_norms_stride_token, ring),
-        v(p.v + w.kv_head * p.v_stride_head, p.v_stride_page, p.v_stride_token,
-          p.v_norms + w.kv_head * p.v_norms_stride_head, p.v_norms_stride_page, p.v_norms_stride_token,
-          ring + SLOT_BYTES<K>) {
-    const u8* table = reinterpret_cast<const u8*>(p.page_table);
-    pages = {table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch, p.page_table_stride_page,
-             p.page_size, w.batch};
-    end = w.end;
-    position = w.begin + warp * cfg::TILE_KV + lane % cfg::TILE_KV;
-    next_page = position < end ? pages.page(position) : 0;
-    page = slot_in_page = v_valid = 0;
-    row_valid = false;
-    slot = ring;
-  }
-
-  // One group each, empty past the last tile, so that a wait can count groups.
-  __device__ __forceinline__ void load_k(u8* ring, int lane) {
-    v_valid = end - (position - lane % cfg::TILE_KV);
-    row_valid = position < end;
-    page = next_page;
-    slot_in_page = row_valid ? pages.slot(position) : 0;
-    if (v_valid > 0) {
-      k.copy(slot, page * k.page + slot_in_page * k.token, v_valid, lane);
-      position += cfg::NUM_WARPS * cfg::TILE_KV;
-      next_page = position < end ? pages.page(position) : 0;
-    }
-    k.load_norms(slot, page * k.norms_page + slot_in_page * k.norms_token, row_valid, lane);
-    ptx::cp_async_commit();
-    slot = next_slot<K>(slot, ring);
-  }
-  __device__ __forceinline__ void load_v(u8* ring, int lane) {
-    if (v_valid > 0) v.copy(slot, page * v.page + slot_in_page * v.token, v_valid, lane);
-    v.load_norms(slot, page * v.norms_page + slot_in_page * v.norms_token, row_valid, lane);
-    ptx::cp_async_commit();
-    slot = next_slot<V>(slot, ring);
-  }
-  // The tile that follows tile `tile` of the sequence K V K V ... by NUM_STAGES - 1.
-  template <bool AFTER_K>
-  __device__ __forceinline__ void load_ahead(u8* ring, int lane) {
-    if constexpr (AFTER_K == (cfg::NUM_STAGES % 2 == 1)) {
-      load_k(ring, lane);
-    } else {
-      load_v(ring, lane);
-    }
-  }
-  template <class Kv, class Byte>
-  static __device__ __forceinline__ Byte* next_slot(Byte* at, u8* ring) {
-    at += SLOT_BYTES<Kv>;
-    return at == ring + RING_BYTES ? ring : at;
-  }
-};
 
 // B operands of Q: from registers where they fit beside the accumulators, else from shared memory each time.
 struct QueryFragments {
@@ -265,16 +136,23 @@ struct QueryFragments {
 };
 
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
-__device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* table,
-                                           const u8* q, const QueryFragments& queries, int lane) {
+__device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
+                                           const QueryFragments& queries, const typename K::KeyLane& key_lane,
+                                           int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
+  RowNorms<K::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
+#pragma unroll
+  for (int i = 0; i < KEY_BLOCKS; ++i) {
+    row_norms[i][0] = norms_of<K>(tile, i * 16 + tile_row(lane / 4));
+    row_norms[i][1] = norms_of<K>(tile, i * 16 + tile_row(lane / 4) + 8);
+  }
 #pragma unroll
   for (int part = 0; part < K::PARTS; ++part) {
     typename K::Keys keys[KEY_BLOCKS];
     float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
-      keys[i].load(tile, i * 16, part, lane);
+      keys[i].load(tile, i * 16, part, key_lane);
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -291,7 +169,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
 #pragma unroll
         for (int i = 0; i < KEY_BLOCKS; ++i) {
           u32 a[4];
-          keys[i].get(a, 2 * pair + half, table);
+          keys[i].get(a, 2 * pair + half, key_lane);
 #pragma unroll
           for (int n = 0; n < cfg::ROW_TILES; ++n) {
             const u32 operand[2] = {b[n][2 * half], b[n][2 * half + 1]};
@@ -302,11 +180,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
     }
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
-      float norms[2] = {1.f, 1.f};  // of rows g and g + 8
-      if constexpr (K::NORMS > 0) {
-        norms[0] = norm_of<K>(tile, i * 16 + tile_row(lane / 4), part);
-        norms[1] = norm_of<K>(tile, i * 16 + tile_row(lane / 4) + 8, part);
-      }
+      const float norms[2] = {row_norms[i][0].get(part), row_norms[i][1].get(part)};
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -324,7 +198,7 @@ using Weights = float[V::PARTS][KEY_BLOCKS][cfg::ROW_TILES][4];
 
 // o[n][mb] += V^T P^T.
 __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p, const u8* tile,
-                                           const u8* table, int lane) {
+                                           const typename V::ValueLane& value_lane) {
   constexpr int PART_BLOCKS = DIM_BLOCKS / V::PARTS;
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
@@ -339,11 +213,11 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
         b[n][1] = ptx::movmatrix_trans(ptx::pack2<typename V::Operand>(x[2], x[3]));
       }
       typename V::Values values;
-      values.load(tile, i * 16, part, lane);
+      values.load(tile, i * 16, part, value_lane);
 #pragma unroll
       for (int mb = 0; mb < PART_BLOCKS; ++mb) {
         u32 a[4];
-        values.get(a, mb, table);
+        values.get(a, mb, value_lane);
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
           ptx::mma_m16n8k16<typename V::Operand>(o[n][part * PART_BLOCKS + mb], a, b[n]);
@@ -495,6 +369,25 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
   });
 }
 
+__device__ __forceinline__ u8* ring_of(Smem& sm, int warp) {
+  if (warp < cfg::WARPS_BELOW) return reinterpret_cast<u8*>(&sm) - (warp + 1) * RING_BYTES<K, V>;
+  return sm.ring[warp - cfg::WARPS_BELOW];
+}
+
+__device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const Work& w, u8* ring, int warp,
+                                                    int lane) {
+  const u8* table = reinterpret_cast<const u8*>(p.page_table);
+  const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
+                        p.page_table_stride_page, p.page_size, w.batch, table == nullptr && w.end <= p.page_size};
+  return Loader<K, V>(Stream<K>(p.k + w.kv_head * p.k_stride_head, p.k_stride_page, p.k_stride_token,
+                                p.k_norms + w.kv_head * p.k_norms_stride_head, p.k_norms_stride_page,
+                                p.k_norms_stride_token, ring, lane),
+                      Stream<V>(p.v + w.kv_head * p.v_stride_head, p.v_stride_page, p.v_stride_token,
+                                p.v_norms + w.kv_head * p.v_norms_stride_head, p.v_norms_stride_page,
+                                p.v_norms_stride_token, ring + SLOT_BYTES<K>, lane),
+                      pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
+}
+
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const Work w = find_work(p);
@@ -506,14 +399,14 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     return;
   }
 
-  u8* ring = sm.ring[warp];
-  Loader loader(p, w, ring, warp, lane);
+  u8* ring = ring_of(sm, warp);
+  Loader<K, V> loader = make_loader(p, w, ring, warp, lane);
 #pragma unroll
   for (int i = 0; i < cfg::NUM_STAGES - 1; ++i) {
     if (i % 2 == 0) {
-      loader.load_k(ring, lane);
+      loader.load_k(lane);
     } else {
-      loader.load_v(ring, lane);
+      loader.load_v(lane);
     }
   }
   load_queries(p, w, sm);
@@ -526,6 +419,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   QueryFragments queries;
   queries.keep(sm.q, lane);
   const ScoreScale scores(p, sm, lane);
+  const typename K::KeyLane key_lane(sm.table, lane);
+  const typename V::ValueLane value_lane(sm.table, lane);
 
   // Steps inside these bounds need no mask: every row of the CTA sees all their keys.
   const int full_lo = w.keys(p, w.num_rows - 1).lo, full_hi = min(w.keys(p, 0).hi, w.end);
@@ -553,10 +448,10 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::NUM_WARPS * cfg::TILE_KV) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
-    loader.load_ahead<true>(ring, lane);
+    loader.load_ahead<true>(lane);
     float s[KEY_BLOCKS][cfg::ROW_TILES][4];
-    multiply_k(s, slot, sm.table, sm.q, queries, lane);
-    slot = Loader::next_slot<K>(slot, ring);
+    multiply_k(s, slot, sm.q, queries, key_lane, lane);
+    slot = Loader<K, V>::next_slot<K>(slot, ring);
 
     scores.apply(s, p.softcap_log2);
     const bool masked = key0 < full_lo || key0 + cfg::TILE_KV > full_hi;
@@ -576,17 +471,19 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
-    loader.load_ahead<false>(ring, lane);
+    loader.load_ahead<false>(lane);
+    RowNorms<V::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
+#pragma unroll
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+      row_norms[i][0] = norms_of<V>(slot, i * 16 + tile_row(g));
+      row_norms[i][1] = norms_of<V>(slot, i * 16 + tile_row(g) + 8);
+    }
     Weights weights;
 #pragma unroll
     for (int part = 0; part < V::PARTS; ++part) {
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS; ++i) {
-        float norms[2] = {1.f, 1.f};  // of rows g and g + 8
-        if constexpr (V::NORMS > 0) {
-          norms[0] = norm_of<V>(slot, i * 16 + tile_row(g), part);
-          norms[1] = norm_of<V>(slot, i * 16 + tile_row(g) + 8, part);
-        }
+        const float norms[2] = {row_norms[i][0].get(part), row_norms[i][1].get(part)};
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -613,9 +510,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       scale.update(weights, grew, multiply_o);
     }
     if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, slot, p, w, key0, lane)) {
-      multiply_v(o, weights, slot, sm.table, lane);
+      multiply_v(o, weights, slot, value_lane);
     }
-    slot = Loader::next_slot<V>(slot, ring);
+    slot = Loader<K, V>::next_slot<V>(slot, ring);
   }
 
   state.reduce();
@@ -645,5 +542,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     decode_kernel(const __grid_constant__ DecodeParams p) {
-  decode(p, *reinterpret_cast<Smem*>(ptx::dynamic_smem()));
+  u8* memory = ptx::dynamic_smem();
+  if constexpr (cfg::LEAD_BYTES > 0) memory += cfg::LEAD_BYTES - ptx::smem_addr(memory) % cfg::LEAD_BYTES;
+  decode(p, *reinterpret_cast<Smem*>(memory));
 }

@@ -14,6 +14,11 @@ from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_di
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
 Q_REGISTER_LIMIT = 128
+# The address of an entry of the table of levels is put together from bytes: code byte in the second, lane in the first.
+_WIDE_STRIDE = 256
+_TABLE_ALIGNMENT = 64 * KIB
+# The shared window begins with memory of the system, 1 KB on all GPUs so far; up to 4 KB do no harm.
+_SYSTEM_BYTES = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +99,28 @@ class DecodeConfig:
     def smem_bytes(self) -> int:
         """``sizeof(Smem)`` in decode.cu, which asserts it.
 
-        The rings and the table of levels (later o), q with a scale and a bias a row, m, l and weight a warp, and the
-        sum of a row's weights.
+        What lies below the table; the table of levels and the other rings (later o); q with a scale and a bias a row;
+        m, l and weight a warp; and the sum of a row's weights.
         """
-        ring = self.num_stages * (self.slot_bytes(self.k_format) + self.slot_bytes(self.v_format)) // 2
-        loop = self.num_warps * ring + self.table_bytes
+        loop = self.table_bytes + (self.num_warps - self.warps_below) * self._ring_bytes
         o = self.num_warps * self.rows * (self.head_dim + 4) * 4
         q = self.rows * (self.head_dim * self.dtype.itemsize + 2 * 4)
-        return align(align(max(loop, o), 128) + q + (3 * self.num_warps + 1) * self.rows * 4, 128)
+        above = align(align(max(loop, o), 128) + q + (3 * self.num_warps + 1) * self.rows * 4, 128)
+        return self.lead_bytes + above
+
+    @property
+    def _ring_bytes(self) -> int:
+        return self.num_stages * (self.slot_bytes(self.k_format) + self.slot_bytes(self.v_format)) // 2
+
+    @property
+    def lead_bytes(self) -> int:
+        """Bytes up to the multiple of 64 KB where a table with a stride of 256 begins."""
+        return _TABLE_ALIGNMENT if self.table_stride == _WIDE_STRIDE else 0
+
+    @property
+    def warps_below(self) -> int:
+        """Warps whose rings lie below the table: all but one at most, for the ring above is never without an element."""
+        return min(self.num_warps - 1, max(0, self.lead_bytes - _SYSTEM_BYTES) // self._ring_bytes)
 
     @property
     def table_bytes(self) -> int:
@@ -124,6 +143,8 @@ class DecodeConfig:
             "Q_IN_REGISTERS": self.q_in_registers,
             "SMEM_BYTES": self.smem_bytes,
             "TABLE_BYTES": self.table_bytes,
+            "LEAD_BYTES": self.lead_bytes,
+            "WARPS_BELOW": self.warps_below,
             "PARAMS_BYTES": _params.DECODE.itemsize,
         } | self._format_constants()
 
@@ -234,13 +255,18 @@ _MIXED_SMALL = {
     (512, 1): DecodeTile(16, 4, 1, 128),
 }
 _LARGE_SMEM = 160 * KIB
+# A table of 64 KB at a multiple of 64 KB, and rings on both sides of it.
+_LARGE_SMEM_TBQ4 = 200 * KIB
 
 
 def decode_tiles(
     device: Device, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
 ) -> dict[tuple[int, int], DecodeTile]:
     """Tile table of a device and of formats, by (head_dim, row_tiles)."""
-    large = device.smem_per_block >= _LARGE_SMEM
+    if KvFormat.TBQ4 in (k_format, v_format):
+        large = device.smem_per_block >= _LARGE_SMEM_TBQ4
+    else:
+        large = device.smem_per_block >= _LARGE_SMEM
     if k_format is not v_format:
         return _MIXED_LARGE if large else _MIXED_SMALL
     if k_format is KvFormat.TBQ4:

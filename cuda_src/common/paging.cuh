@@ -9,6 +9,7 @@ struct PageTable {
   i64 stride;     // bytes
   int page_size;  // tokens
   int dense_page;
+  bool dense;  // no table, and no position asked for is past the page: successive tokens are successive rows
 
   // The page that holds `position`. Entries past the last used one are never read: ask only for positions < kv_len.
   __device__ __forceinline__ int page(int position) const {

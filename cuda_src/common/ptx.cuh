@@ -86,6 +86,20 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   return v;
 }
 
+// PTX ISA: ld.shared.b32 from an address in the shared window, of data that does not change while its address can be
+// known: not volatile, so that the compiler may move it.
+__device__ __forceinline__ u32 ld_shared(u32 address) {
+  u32 r;
+  asm("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));
+  return r;
+}
+
+// The value itself, which the compiler then keeps in a register rather than compute it anew for each use.
+__device__ __forceinline__ u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // PTX ISA: prmt.b32.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   u32 r;

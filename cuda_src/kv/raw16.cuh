@@ -14,32 +14,39 @@ struct Raw16 : Tile16<HEAD_DIM> {
   static constexpr bool IN_ROTATED_DOMAIN = false;
 
   // A operands of S^T = K Q^T: 16 tokens, 16 of head_dim each.
+  struct KeyLane {
+    int row, chunk;  // that a lane gives ldmatrix the address of
+    __device__ __forceinline__ KeyLane(const u8* /*table*/, int lane) : row(tile_row(lane % 16)), chunk(lane / 16) {}
+  };
   struct Keys {
     const u8* tile;
-    int row, lane;
+    int row;
 
-    __device__ __forceinline__ void load(const u8* k_tile, int row0, int /*part*/, int this_lane) {
+    __device__ __forceinline__ void load(const u8* k_tile, int row0, int /*part*/, const KeyLane& lane) {
       tile = k_tile;
-      row = row0 + tile_row(this_lane % 16);
-      lane = this_lane;
+      row = row0 + lane.row;
     }
-    __device__ __forceinline__ void get(u32 (&a)[4], int kb, const u8* /*table*/) const {
-      ptx::ldmatrix_x4(a, tile + Tile::offset(row, 2 * kb + lane / 16));
+    __device__ __forceinline__ void get(u32 (&a)[4], int kb, const KeyLane& lane) const {
+      ptx::ldmatrix_x4(a, tile + Tile::offset(row, 2 * kb + lane.chunk));
     }
   };
 
   // A operands of O^T = V^T P^T: 16 of head_dim each, 16 tokens.
+  struct ValueLane {
+    int row, chunk;
+    __device__ __forceinline__ ValueLane(const u8* /*table*/, int lane)
+        : row(tile_row(lane % 8 + lane / 16 * 8)), chunk(lane / 8 % 2) {}
+  };
   struct Values {
     const u8* tile;
-    int row, lane;
+    int row;
 
-    __device__ __forceinline__ void load(const u8* v_tile, int row0, int /*part*/, int this_lane) {
+    __device__ __forceinline__ void load(const u8* v_tile, int row0, int /*part*/, const ValueLane& lane) {
       tile = v_tile;
-      row = row0 + tile_row(this_lane % 8 + this_lane / 16 * 8);
-      lane = this_lane;
+      row = row0 + lane.row;
     }
-    __device__ __forceinline__ void get(u32 (&a)[4], int mb, const u8* /*table*/) const {
-      ptx::ldmatrix_x4_trans(a, tile + Tile::offset(row, 2 * mb + lane / 8 % 2));
+    __device__ __forceinline__ void get(u32 (&a)[4], int mb, const ValueLane& lane) const {
+      ptx::ldmatrix_x4_trans(a, tile + Tile::offset(row, 2 * mb + lane.chunk));
     }
   };
 

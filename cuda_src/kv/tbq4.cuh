@@ -28,12 +28,19 @@ __device__ __forceinline__ void fill_table(u8* table) {
   }
 }
 
-// The two levels of byte `which` of `word`. With a stride of 256 one permutation makes the offset: the byte in bits 8
-// to 15, the lane's place below.
-__device__ __forceinline__ u32 look_up(const u8* table, u32 word, int which, u32 lane) {
-  constexpr u32 SCALE = cfg::TABLE_STRIDE / 128;
-  const u32 offset = ptx::prmt(word, lane * (8 / SCALE), 0x5504u | which << 4) >> (2 - SCALE);
-  return *reinterpret_cast<const u32*>(table + offset);
+// This lane's place in the table, as look_up takes it.
+struct TableLane {
+  u32 base;
+
+  __device__ __forceinline__ TableLane(const u8* table, int lane)
+      : base(ptx::opaque(ptx::smem_addr(table) + (cfg::TABLE_STRIDE == 256 ? lane * 4 : 0))) {}
+};
+
+// The two levels of byte `which` of `word`. With a stride of 256, and a table at a multiple of 64 KB, one permutation
+// makes the address: the byte goes to bits 8 to 15 of the lane's place.
+__device__ __forceinline__ u32 look_up(const TableLane& at, u32 word, int which, int lane) {
+  if constexpr (cfg::TABLE_STRIDE == 256) return ptx::ld_shared(ptx::prmt(word, at.base, 0x7604u | which << 4));
+  return ptx::ld_shared(at.base + (ptx::prmt(word, lane * 8, 0x5504u | which << 4) >> 1));
 }
 
 // Where a lane works among the warp's four blocks from `first` on, of rows with PARTS blocks.
@@ -67,42 +74,57 @@ struct Rows {
   }
 
   // A operands of S^T = K Q^T for one block: lane t of a row has a quarter of the block's bytes, two for each operand.
+  struct KeyLane : TableLane {
+    int lane;
+    u32 offset;  // in a tile, of the bytes of row g of block 0
+
+    __device__ __forceinline__ KeyLane(const u8* table, int this_lane) : TableLane(table, this_lane), lane(this_lane) {
+      offset = ptx::opaque(Rows::offset_of_byte(tile_row(lane / 4), lane % 4 * (BLOCK_BYTES / 4)));
+    }
+  };
   struct Keys {
     static constexpr int WORDS = BLOCK_BYTES / 16;
     u32 low[WORDS], high[WORDS];  // of rows g and g + 8
-    u32 lane;
 
-    __device__ __forceinline__ void load(const u8* tile, int row0, int part, int this_lane) {
-      lane = this_lane;
-      const int row = row0 + tile_row(this_lane / 4), byte = part * BLOCK_BYTES + this_lane % 4 * (WORDS * 4);
-      read(low, tile + offset(row, byte / 16) + byte % 16);
-      read(high, tile + offset(row + 8, byte / 16) + byte % 16);
+    __device__ __forceinline__ void load(const u8* tile, int row0, int part, const KeyLane& at) {
+      const u8* row = tile + row0 * ROW_BYTES + (at.offset ^ part_offset(part));
+      read(low, row);
+      read(high, row + 8 * ROW_BYTES);
     }
-    __device__ __forceinline__ void get(u32 (&a)[4], int step, const u8* table) const {
+    __device__ __forceinline__ void get(u32 (&a)[4], int step, const KeyLane& at) const {
       const int byte = step % 2 * 2;
-      a[0] = look_up(table, low[step / 2], byte, lane);
-      a[1] = look_up(table, high[step / 2], byte, lane);
-      a[2] = look_up(table, low[step / 2], byte + 1, lane);
-      a[3] = look_up(table, high[step / 2], byte + 1, lane);
+      a[0] = look_up(at, low[step / 2], byte, at.lane);
+      a[1] = look_up(at, high[step / 2], byte, at.lane);
+      a[2] = look_up(at, low[step / 2], byte + 1, at.lane);
+      a[3] = look_up(at, high[step / 2], byte + 1, at.lane);
     }
   };
 
   // A operands of O^T = V^T P^T for one block: lanes of one g have an eighth of the block's bytes, one for each
   // operand: row g is its lower code, row g + 8 its upper one. An operand pairs two tokens, so that the codes of two
   // tokens are put together in a byte before they are looked up.
+  struct ValueLane : TableLane {
+    int lane;
+    u32 first, second;  // offsets in a tile, of the bytes of operand rows 2t and 2t+1 of block 0
+
+    __device__ __forceinline__ ValueLane(const u8* table, int this_lane)
+        : TableLane(table, this_lane), lane(this_lane) {
+      const int t = lane % 4, byte = lane / 4 * (BLOCK_BYTES / 8);
+      first = ptx::opaque(Rows::offset_of_byte(tile_row(2 * t), byte));
+      second = ptx::opaque(Rows::offset_of_byte(tile_row(2 * t + 1), byte));
+    }
+  };
   struct Values {
     static constexpr int WORDS = BLOCK_BYTES / 32;
     u32 lower[2][WORDS], upper[2][WORDS];  // of tokens 2t, 2t+1 and 2t+8, 2t+9
-    u32 lane;
 
-    __device__ __forceinline__ void load(const u8* tile, int row0, int part, int this_lane) {
-      lane = this_lane;
-      const int t = this_lane % 4, byte = part * BLOCK_BYTES + this_lane / 4 * (WORDS * 4);
+    __device__ __forceinline__ void load(const u8* tile, int row0, int part, const ValueLane& at) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const u8* rows = tile + (row0 + 8 * half) * ROW_BYTES;
         u32 first[WORDS], second[WORDS];
-        read(first, tile + offset(row0 + tile_row(2 * t) + 8 * half, byte / 16) + byte % 16);
-        read(second, tile + offset(row0 + tile_row(2 * t + 1) + 8 * half, byte / 16) + byte % 16);
+        read(first, rows + (at.first ^ part_offset(part)));
+        read(second, rows + (at.second ^ part_offset(part)));
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
           lower[half][w] = (first[w] & 0x0f0f0f0fu) | (second[w] << 4 & 0xf0f0f0f0u);
@@ -110,13 +132,19 @@ struct Rows {
         }
       }
     }
-    __device__ __forceinline__ void get(u32 (&a)[4], int step, const u8* table) const {
-      a[0] = look_up(table, lower[0][step / 4], step % 4, lane);
-      a[1] = look_up(table, upper[0][step / 4], step % 4, lane);
-      a[2] = look_up(table, lower[1][step / 4], step % 4, lane);
-      a[3] = look_up(table, upper[1][step / 4], step % 4, lane);
+    __device__ __forceinline__ void get(u32 (&a)[4], int step, const ValueLane& at) const {
+      a[0] = look_up(at, lower[0][step / 4], step % 4, at.lane);
+      a[1] = look_up(at, upper[0][step / 4], step % 4, at.lane);
+      a[2] = look_up(at, lower[1][step / 4], step % 4, at.lane);
+      a[3] = look_up(at, upper[1][step / 4], step % 4, at.lane);
     }
   };
+
+  static __device__ __forceinline__ u32 offset_of_byte(int row, int byte) {
+    return static_cast<u32>(offset(row, byte / 16) + byte % 16);
+  }
+  // What block `part` differs by from block 0, as the swizzle leaves that bit of a chunk alone or flips it: XOR it.
+  static __device__ __forceinline__ u32 part_offset(int part) { return static_cast<u32>(part * BLOCK_BYTES); }
 
   // The head_dim that row g (`which` 0) or g + 8 (1) of the operands' block `mb` holds.
   static __device__ __forceinline__ int dim(int mb, int g, int which) {

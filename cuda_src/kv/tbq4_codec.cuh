@@ -1,8 +1,8 @@
 // kv/tbq4_codec.cuh -- encode and decode of one TBQ4 block: rotation, 16 levels, norm. docs/tbq4.md.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Levels and boundaries are printed into the prelude from cuattn/_tbq4.py; levels are odd-symmetric, so that cfg::LEVELS
-// and cfg::BOUNDARIES hold the positive halves.
+// Levels and boundaries are printed into the prelude from cuattn/_tbq4.py; levels are odd-symmetric, so that
+// cfg::LEVELS and cfg::BOUNDARIES hold the positive halves.
 #ifndef CUATTN_KV_TBQ4_CODEC_CUH
 #define CUATTN_KV_TBQ4_CODEC_CUH
 #include "common/ptx.cuh"
@@ -11,8 +11,8 @@
 namespace tbq4 {
 
 constexpr int CODE_BYTES = VALUES / 2;  // of one lane
-constexpr u16 MAX_HALF = 0x7bff;   // 65504
-constexpr u16 QUIET_NAN = 0x7e00;  // the one NaN of the format
+constexpr u16 MAX_HALF = 0x7bff;        // 65504
+constexpr u16 QUIET_NAN = 0x7e00;       // the one NaN of the format
 
 // Where a lane works: rows are [dim0, dim1, heads], a row has PER_ROW blocks, a warp takes the four blocks from `first`
 // on.

@@ -179,6 +179,15 @@ inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
   return simt::load_argument<uint4>(p);
 }
 
+inline u32 ld_shared(u32 address, Place at = here()) {
+  simt::enter(at);
+  if (address % 4 != 0 || address + 4ull > simt::block->smem_bytes) simt::fail("ld.shared at +%u", address);
+  u32 r;
+  memcpy(&r, simt::block->smem + address, 4);
+  return r;
+}
+inline u32 opaque(u32 x) { return x; }
+
 inline u32 prmt(u32 a, u32 b, u32 selector) {
   u32 r = __byte_perm(a, b, selector);
   const u32 sign = (r >> 7 & 0x01010101u) * 0xffu;

@@ -1,0 +1,229 @@
+// common/kv_ring.cuh -- a warp's ring of K and V tiles in shared memory, filled by asynchronous copies.
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tiles of TILE_KV keys alternate, K V K V ..., in NUM_STAGES slots. A slot holds rows, then their norms if the format
+// has any. Rows before the first key and past the last are zeros, with norms of zero.
+#ifndef CUATTN_COMMON_KV_RING_CUH
+#define CUATTN_COMMON_KV_RING_CUH
+#include "common/paging.cuh"
+#include "common/ptx.cuh"
+
+template <class Kv>
+constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
+template <class K, class V>
+constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
+
+// Norms of one row, as they are loaded from their plane and stored in a slot.
+template <int N>
+struct RowNorms {
+  u16 bits[N];
+  __device__ __forceinline__ float get(int part) const { return ptx::to_float(Half{bits[part]}); }
+};
+template <>
+struct RowNorms<2> {
+  u32 bits;
+  __device__ __forceinline__ float get(int part) const {
+    return ptx::to_float(Half{static_cast<u16>(bits >> (16 * part))});
+  }
+};
+template <>
+struct RowNorms<4> {
+  uint2 bits;
+  __device__ __forceinline__ float get(int part) const {
+    return ptx::to_float(Half{static_cast<u16>((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)))});
+  }
+};
+template <>
+struct RowNorms<0> {
+  __device__ __forceinline__ float get(int) const { return 1.f; }
+};
+
+// Norms of row `row` of a tile.
+template <class Kv>
+__device__ __forceinline__ RowNorms<Kv::NORMS> norms_of(const u8* tile, int row) {
+  if constexpr (Kv::NORMS == 0) {
+    return {};
+  } else {
+    return reinterpret_cast<const RowNorms<Kv::NORMS>*>(tile + cfg::TILE_KV * Kv::ROW_BYTES)[row];
+  }
+}
+
+// The rows of K or of V of one KV head: where they lie in global memory, and the norms of the tile before, which wait
+// in registers for this one.
+template <class Kv>
+struct Stream {
+  static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
+  using Norms = RowNorms<Kv::NORMS>;
+  const u8* rows;
+  const u8* norms;
+  i64 page, token, norms_page, norms_token;  // strides
+  const u8* at;                              // of this lane's first copy in the next tile of a dense cache
+  const u8* norms_at;                        // of the norms of this lane's row there
+  int copy_row, copy_offset;                 // of this lane's first copy in a tile
+  Norms waiting;
+  u8* waiting_slot;
+
+  __device__ __forceinline__ Stream(const u8* rows_of_head, i64 stride_page, i64 stride_token, const u8* norms_of_head,
+                                    i64 norms_stride_page, i64 norms_stride_token, u8* first_slot, int lane)
+      : rows(rows_of_head),
+        norms(norms_of_head),
+        page(stride_page),
+        token(stride_token),
+        norms_page(norms_stride_page),
+        norms_token(norms_stride_token),
+        copy_row(lane / Kv::CHUNKS),
+        copy_offset(lane % Kv::CHUNKS * 16),
+        waiting{},
+        waiting_slot(first_slot) {}
+
+  // Points at the tile whose first row is token `slot` of page `in_page`.
+  __device__ __forceinline__ void point(int in_page, int slot, int lane) {
+    at = rows + in_page * page + (slot + copy_row) * token + copy_offset;
+    if constexpr (Kv::NORMS > 0) {
+      norms_at = norms + in_page * norms_page + (slot + lane % cfg::TILE_KV) * norms_token;
+    }
+  }
+  __device__ __forceinline__ void step() {
+    at += cfg::NUM_WARPS * cfg::TILE_KV * token;
+    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token;
+  }
+
+  // A whole tile inside of a page.
+  __device__ __forceinline__ void copy(u8* slot) const {
+    constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS > 0 ? WARP / Kv::CHUNKS : 1;
+    const u8* source = at;
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+      if constexpr (Kv::CHUNKS <= WARP) {
+        ptx::cp_async16(slot + Kv::offset(i * ROWS_AT_ONCE + copy_row, copy_offset / 16), source, true);
+        source += ROWS_AT_ONCE * token;
+      } else {
+        constexpr int PER_ROW = Kv::CHUNKS / WARP;
+        ptx::cp_async16(slot + Kv::offset(i / PER_ROW, i % PER_ROW * WARP + copy_offset / 16),
+                        source + i % PER_ROW * WARP * 16, true);
+        if (i % PER_ROW == PER_ROW - 1) source += token;
+      }
+    }
+  }
+  // Any tile; a lane knows page and slot of its row, and whether there is one.
+  __device__ __forceinline__ void copy(u8* slot, int row_page, int row_slot, bool row_valid, int lane) const {
+    const i64 row_offset = row_page * page + row_slot * token;
+    const u32 valid_rows = __ballot_sync(FULL_MASK, row_valid);
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+      const int index = i * WARP + lane;
+      const int row = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
+      const i64 offset = __shfl_sync(FULL_MASK, row_offset, row);
+      // Rows that are not there are written as zeros: 0 * NaN in P V would show what lies there.
+      ptx::cp_async16(slot + Kv::offset(row, chunk), rows + offset + chunk * 16, (valid_rows >> row & 1) != 0);
+    }
+  }
+
+  // Stores the norms that were loaded for the tile before, and loads those of this one: a whole step is their latency.
+  __device__ __forceinline__ void load_norms(u8* slot, const u8* address, bool valid, int lane) {
+    if constexpr (Kv::NORMS > 0) {
+      if (lane < cfg::TILE_KV) {
+        reinterpret_cast<Norms*>(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)[lane] = waiting;
+      }
+      waiting = Norms{};
+      if (valid) waiting = *reinterpret_cast<const Norms*>(address);
+      waiting_slot = slot;
+    }
+  }
+};
+
+// Fills the ring of one warp, whose tiles are every NUM_WARPS-th of those from `begin` on.
+template <class K, class V>
+struct Loader {
+  Stream<K> k;
+  Stream<V> v;
+  PageTable pages;
+  u8* ring;
+  u8* slot;
+  int first, end;         // keys that are loaded
+  int key0;               // of the next K tile
+  int next_page;          // page of this lane's row there, read one step ahead of its use
+  int page, row_slot;     // of this lane's row in the V tile that follows, unless the tile is `whole`
+  bool whole, row_valid;  // whether that tile is all valid and inside of a page; whether this lane's row is valid
+
+  __device__ __forceinline__ Loader(Stream<K> keys, Stream<V> values, PageTable table, u8* warp_ring, int first_key,
+                                    int end_key, int begin, int lane)
+      : k(keys),
+        v(values),
+        pages(table),
+        ring(warp_ring),
+        slot(warp_ring),
+        first(first_key),
+        end(end_key),
+        key0(begin),
+        page(0),
+        row_slot(0),
+        whole(false),
+        row_valid(false) {
+    look_ahead(lane);
+    point(next_page, pages.slot(key0), lane);
+  }
+
+  __device__ __forceinline__ void point(int in_page, int first_slot, int lane) {
+    k.point(in_page, first_slot, lane);
+    v.point(in_page, first_slot, lane);
+  }
+  __device__ __forceinline__ void look_ahead(int lane) {
+    const int position = key0 + lane % cfg::TILE_KV;
+    next_page = position >= first && position < end ? pages.page(position) : pages.dense_page;
+  }
+
+  // One group each, empty past the last tile, so that a wait can count groups.
+  __device__ __forceinline__ void load_k(int lane) {
+    const int position = key0 + lane % cfg::TILE_KV;
+    row_valid = position >= first && position < end;
+    const int first_slot = pages.slot(key0);
+    whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
+    if (whole) {
+      if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
+      k.copy(slot);
+      k.load_norms(slot, k.norms_at, true, lane);
+    } else {
+      page = next_page;
+      row_slot = row_valid ? pages.slot(position) : 0;
+      if (key0 < end) k.copy(slot, page, row_slot, row_valid, lane);
+      k.load_norms(slot, k.norms + page * k.norms_page + row_slot * k.norms_token, row_valid, lane);
+    }
+    ptx::cp_async_commit();
+    slot = next_slot<K>(slot, ring);
+  }
+  __device__ __forceinline__ void load_v(int lane) {
+    if (whole) {
+      v.copy(slot);
+      v.load_norms(slot, v.norms_at, true, lane);
+    } else {
+      if (key0 < end) v.copy(slot, page, row_slot, row_valid, lane);
+      v.load_norms(slot, v.norms + page * v.norms_page + row_slot * v.norms_token, row_valid, lane);
+    }
+    ptx::cp_async_commit();
+    slot = next_slot<V>(slot, ring);
+    key0 += cfg::NUM_WARPS * cfg::TILE_KV;
+    if (pages.dense) {
+      k.step();
+      v.step();
+    } else {
+      look_ahead(lane);
+    }
+  }
+  // The tile that follows the one in use by NUM_STAGES - 1.
+  template <bool AFTER_K>
+  __device__ __forceinline__ void load_ahead(int lane) {
+    if constexpr (AFTER_K == (cfg::NUM_STAGES % 2 == 1)) {
+      load_k(lane);
+    } else {
+      load_v(lane);
+    }
+  }
+  template <class Kv, class Byte>
+  static __device__ __forceinline__ Byte* next_slot(Byte* at, u8* ring) {
+    at += SLOT_BYTES<Kv>;
+    return at == ring + RING_BYTES<K, V> ? ring : at;
+  }
+};
+
+#endif

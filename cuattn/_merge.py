@@ -92,7 +92,7 @@ def config_of(out_partial: Array, lse_partial: Array, out: Array) -> _plan.Merge
     """Config of merge.cu for these arrays."""
     in_dtype, out_dtype = (_plan.Dtype(_arrays.dtype_name(x)) for x in (out_partial, out))
     parts = _plan.Parts.STATE if lse_partial.ndim == out_partial.ndim else _plan.Parts.LSE
-    return _plan.MergeConfig(in_dtype, out_dtype, out.shape[-1], parts)
+    return _plan.merge_config(in_dtype, out_dtype, out.shape[-1], parts, out_partial.shape[0])
 
 
 def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> np.ndarray[Any, Any]:

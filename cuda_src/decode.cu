@@ -347,26 +347,49 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     }
   }
   __syncthreads();  // weights are in shared memory
-  const auto read = [&](int row, int dim) {
-    float x = 0.f;
-#pragma unroll
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) x += sm.weight[i][row] * sm.o[i][row][dim];
-    return x;
-  };
   const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
-  V::restore_rows(w.num_rows, read, [&](int row, int dim, float x, float y) {
-    if (mean != nullptr) {
-      x += sm.keys[row] * __ldg(mean + dim);
-      y += sm.keys[row] * __ldg(mean + dim + 1);
-    }
-    if (direct) {
-      u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
-                w.head(p, row) * p.out_stride_head;
-      *reinterpret_cast<u32*>(out + dim * sizeof(Elem)) = ptx::pack2<Elem>(x, y);
-    } else {
-      *reinterpret_cast<float2*>(p.out_partial + w.flat(p, row) * cfg::HEAD_DIM + dim) = make_float2(x, y);
-    }
-  });
+  V::restore_rows(
+      w.num_rows,
+      // The values from `dim` on of a row, a multiple of four.
+      [&](int row, int dim, auto& x) {
+        constexpr int COUNT = sizeof(x) / sizeof(float);
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) x[j] = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < cfg::NUM_WARPS; ++i) {
+          const float weight = sm.weight[i][row];
+#pragma unroll
+          for (int j = 0; j < COUNT; j += 4) {
+            const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][dim + j]);
+            x[j] += weight * y.x;
+            x[j + 1] += weight * y.y;
+            x[j + 2] += weight * y.z;
+            x[j + 3] += weight * y.w;
+          }
+        }
+      },
+      [&](int row, int dim, auto& x) {
+        constexpr int COUNT = sizeof(x) / sizeof(float);
+        if (mean != nullptr) {
+#pragma unroll
+          for (int j = 0; j < COUNT; ++j) x[j] += sm.keys[row] * __ldg(mean + dim + j);
+        }
+        if (direct) {
+          u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
+                    w.head(p, row) * p.out_stride_head + dim * sizeof(Elem);
+#pragma unroll
+          for (int j = 0; j < COUNT; j += 4) {
+            reinterpret_cast<uint2*>(out)[j / 4] =
+                make_uint2(ptx::pack2<Elem>(x[j], x[j + 1]), ptx::pack2<Elem>(x[j + 2], x[j + 3]));
+          }
+        } else {
+          float* out = p.out_partial + w.flat(p, row) * cfg::HEAD_DIM + dim;
+#pragma unroll
+          for (int j = 0; j < COUNT; j += 4) {
+            reinterpret_cast<float4*>(out)[j / 4] = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+          }
+        }
+      });
 }
 
 __device__ __forceinline__ u8* ring_of(Smem& sm, int warp) {

@@ -36,14 +36,14 @@ from cuattn._plan.decode import (
     decode_plan,
     decode_tiles,
 )
-from cuattn._plan.merge import MergeConfig
+from cuattn._plan.merge import MergeConfig, merge_config, merge_configs
 from cuattn._problem import DecodeProblem
 
 __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
     "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype",
     "KvFormat", "MergeConfig", "Parts", "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div",
-    "choose_splits", "config_of", "decode_config", "decode_plan", "decode_tiles", "shipped_configs",
+    "choose_splits", "config_of", "decode_config", "decode_plan", "decode_tiles", "merge_config", "shipped_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
@@ -55,9 +55,6 @@ def shipped_configs(device: Device) -> list[Config]:
     for dtype in (Dtype.FP16, Dtype.BF16):
         for formats in product(KvFormat, KvFormat):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
-        for head_dim in HEAD_DIMS:
-            configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
-            configs.append(MergeConfig(dtype, dtype, head_dim))
-    configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
+    configs += [c for head_dim in HEAD_DIMS for dtype in Dtype for c in merge_configs(head_dim, dtype)]
     configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
     return configs + append_configs()

@@ -13,7 +13,9 @@ from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
-Q_REGISTER_LIMIT = 128
+# Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168.
+_Q_REGISTER_LIMIT = 128
+_WARPS_OF_255_REGISTERS = 8
 # The address of an entry of the table of levels is put together from bytes: code byte in the second, lane in the first.
 _WIDE_STRIDE = 256
 _TABLE_ALIGNMENT = 64 * KIB
@@ -90,10 +92,10 @@ class DecodeConfig:
     def q_in_registers(self) -> bool:
         """Whether Q's fragments stay in registers.
 
-        A thread has 255 registers. Accumulators take head_dim / 4 a row tile and Q head_dim / 8; `Q_REGISTER_LIMIT` of
-        both together leave room for scores, fragments and addresses.
+        Accumulators take head_dim / 4 a row tile and Q head_dim / 8; the rest is for scores, fragments and addresses.
         """
-        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= Q_REGISTER_LIMIT
+        limit = _Q_REGISTER_LIMIT if self.num_warps <= _WARPS_OF_255_REGISTERS else _Q_REGISTER_LIMIT // 2
+        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= limit
 
     @property
     def smem_bytes(self) -> int:

@@ -43,3 +43,23 @@ class MergeConfig:
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.MERGE.itemsize,
         }
+
+
+# Of a block, by the number of parts: a warp takes its parts one after the other, each at the cost of a trip to memory.
+_FEW_PARTS, _MANY_WARPS = 8, 16
+
+
+def merge_config(in_dtype: Dtype, out_dtype: Dtype, head_dim: int, parts: Parts, num_parts: int) -> MergeConfig:
+    """Config for `num_parts` parts."""
+    if num_parts <= _FEW_PARTS:
+        return MergeConfig(in_dtype, out_dtype, head_dim, parts)
+    return MergeConfig(in_dtype, out_dtype, head_dim, parts, _MANY_WARPS, ctas_per_sm=2)
+
+
+def merge_configs(head_dim: int, dtype: Dtype) -> list[MergeConfig]:
+    """Every config whose result has `dtype`: parts of its own dtype, or of float32, of few and of many."""
+    counts = (1, _FEW_PARTS + 1)
+    configs = [merge_config(dtype, dtype, head_dim, Parts.LSE, n) for n in counts]
+    if dtype is not Dtype.FP32:
+        configs += [merge_config(Dtype.FP32, dtype, head_dim, parts, n) for parts in Parts for n in counts]
+    return configs

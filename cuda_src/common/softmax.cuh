@@ -1,8 +1,9 @@
 // common/softmax.cuh -- the online softmax: the only exponential, the only rescaling and the only lse formula.
 // SPDX-License-Identifier: Apache-2.0
 //
-// A partial result over a set of keys is (m, l, o): m the largest score, l = sum exp2(x - m), o = sum exp2(x - m) v,
-// with scores x in log2 units. Two of them merge by scaling l and o with weight(m, m_new). m = -inf means "no key yet".
+// A partial result over a set of keys is (m, l, o): m about the largest score, l = sum exp2(x - m), o = sum exp2(x - m)
+// v, with scores x in log2 units. Two of them merge by scaling l and o with weight(m, m_new). m = -inf means "no key
+// yet".
 #ifndef CUATTN_COMMON_SOFTMAX_CUH
 #define CUATTN_COMMON_SOFTMAX_CUH
 #include "common/ptx.cuh"
@@ -39,9 +40,12 @@ __device__ __forceinline__ void add_sink(float sink, float& m, float& l) {
 __device__ __forceinline__ float softcap(float x, float cap_log2) { return cap_log2 * tanhf(x); }
 
 // Softmax state of N * 2 query rows that lie on the columns of S^T = K Q^T accumulators: a lane holds columns 2t and
-// 2t+1 of each of N tiles; m is equal in the eight lanes of a column, l is this lane's part of the sum.
+// 2t+1 of each of N tiles; m is equal in the eight lanes of a column, l is this lane's part of the sum. m is the
+// largest score to within SLACK: any m will do that keeps the weights in range, and following every new maximum would
+// rescale the accumulators of all columns again and again. A weight is at most 2^SLACK.
 template <int N>
 struct ColumnState {
+  static constexpr float SLACK = 8.f;
   float m[N][2];
   float l[N][2];
 
@@ -56,8 +60,9 @@ struct ColumnState {
     }
   }
 
-  // Turns scores x[M][N] of M * 16 keys into probabilities. Where a maximum grew, calls rescale(n, c, factor) for the
-  // accumulators of that column and returns true; that is rare after the first keys, and uniform in the warp.
+  // Turns scores x[M][N] of M * 16 keys into probabilities. Where a maximum grew too far, takes all maxima anew, calls
+  // rescale(n, c, factor) for the accumulators of each column and returns true; that is rare after the first keys, and
+  // uniform in the warp.
   template <int M, class Rescale>
   __device__ __forceinline__ bool update(float (&x)[M][N][4], Rescale rescale) {
     float top[N][2];
@@ -69,7 +74,7 @@ struct ColumnState {
         top[n][c] = neg_inf();
 #pragma unroll
         for (int i = 0; i < M; ++i) top[n][c] = fmaxf(top[n][c], fmaxf(x[i][n][c], x[i][n][c + 2]));
-        grew |= top[n][c] > m[n][c];
+        grew |= top[n][c] > m[n][c] + SLACK;
       }
     }
     grew = __any_sync(FULL_MASK, grew);
@@ -122,8 +127,9 @@ struct ColumnState {
 template <int N>
 struct ColumnScale {
   static constexpr float MAX_HALF = 65504.f;
-  static constexpr int EXPONENT = 8;       // of the largest weight
-  static constexpr int MAX_EXPONENT = 96;  // of a factor: all norms may be 0
+  static constexpr float MAX_PROBABILITY = 256.f;  // 2^SLACK
+  static constexpr int EXPONENT = 8;               // of the largest weight
+  static constexpr int MAX_EXPONENT = 96;          // of a factor: all norms may be 0
   float factor[N][2];
   float largest[N][2];  // of this lane's weights so far, times the factor
 
@@ -166,8 +172,9 @@ struct ColumnScale {
         float top = largest[n][c];
 #pragma unroll
         for (int bit = 4; bit < WARP; bit *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, bit));
-        // No probability is above 1 and no finite norm above MAX_HALF: what is larger comes from an infinite norm.
-        top = fminf(top, factor[n][c] * MAX_HALF);
+        // No probability is above 2^SLACK and no finite norm above MAX_HALF: what is larger comes from an infinite
+        // norm.
+        top = fminf(top, factor[n][c] * (MAX_HALF * MAX_PROBABILITY));
         const int held = static_cast<int>(__float_as_uint(factor[n][c]) >> 23) - 127;
         const int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
         const int by = top == 0.f ? 0 : min(EXPONENT - max(exponent, -MAX_EXPONENT), MAX_EXPONENT - held);

@@ -63,12 +63,14 @@ struct Raw16 : Tile16<HEAD_DIM> {
     }
   }
 
-  // Hands `rows` rows of O on, two values at a time: write(row, dim, read(row, dim), read(row, dim + 1)).
+  // Hands `rows` rows of O on, four values at a time: read(row, dim, x), then write(row, dim, x).
   template <class Read, class Write>
   static __device__ __forceinline__ void restore_rows(int rows, Read read, Write write) {
-    for (int index = threadIdx.x; index < rows * HEAD_DIM / 2; index += cfg::NUM_WARPS * WARP) {
-      const int row = index / (HEAD_DIM / 2), dim = index % (HEAD_DIM / 2) * 2;
-      write(row, dim, read(row, dim), read(row, dim + 1));
+    for (int index = threadIdx.x; index < rows * HEAD_DIM / 4; index += cfg::NUM_WARPS * WARP) {
+      const int row = index / (HEAD_DIM / 4), first = index % (HEAD_DIM / 4) * 4;
+      float x[4];
+      read(row, first, x);
+      write(row, first, x);
     }
   }
 

@@ -22,9 +22,12 @@ static_assert(cfg::TABLE_STRIDE == 128 || cfg::TABLE_STRIDE == 256, "an entry ha
 // Fills the table; a barrier must follow.
 __device__ __forceinline__ void fill_table(u8* table) {
   const int lane = threadIdx.x % WARP;
+  // Each of the first 16 lanes fetches one level, rather than every lane two for each of its entries.
+  const u32 level = cfg::LEVELS_HALF[lane % 16];
+#pragma unroll 4
   for (int byte = threadIdx.x / WARP; byte < 256; byte += cfg::NUM_WARPS) {
     *reinterpret_cast<u32*>(table + byte * cfg::TABLE_STRIDE + lane * 4) =
-        cfg::LEVELS_HALF[byte & 15] | cfg::LEVELS_HALF[byte >> 4] << 16;
+        __shfl_sync(FULL_MASK, level, byte & 15) | __shfl_sync(FULL_MASK, level, byte >> 4) << 16;
   }
 }
 
@@ -234,7 +237,8 @@ struct Rows {
     }
   }
 
-  // Rotates `rows` rows of O back and hands them on, two values at a time: read(row, dim) is one of the rotated domain.
+  // Rotates `rows` rows of O back and hands them on, VALUES at a time: read(row, dim, x) takes values of the rotated
+  // domain, write(row, dim, x) gives others.
   template <class Read, class Write>
   static __device__ __forceinline__ void restore_rows(int rows, Read read, Write write) {
     const int lane = threadIdx.x % WARP;
@@ -244,13 +248,13 @@ struct Rows {
       const RowPlace<PARTS> at(first, lane);
       const bool inside = at.row < rows;
       float x[VALUES];
+      read(inside ? at.row : 0, at.dim, x);
 #pragma unroll
-      for (int j = 0; j < VALUES; ++j) x[j] = inside ? signs.first[j] * read(at.row, at.dim + j) : 0.f;
+      for (int j = 0; j < VALUES; ++j) x[j] *= signs.first[j];
       hadamard(x, signs);
 #pragma unroll
-      for (int j = 0; j < VALUES; j += 2) {
-        if (inside) write(at.row, at.dim + j, x[j] * signs.second[j], x[j + 1] * signs.second[j + 1]);
-      }
+      for (int j = 0; j < VALUES; ++j) x[j] *= signs.second[j];
+      if (inside) write(at.row, at.dim, x);
     }
   }
 

@@ -81,8 +81,9 @@ struct Work {
   }
 };
 
-__device__ __forceinline__ Work find_work(const DecodeParams& p) {
-  Work w;
+// The rows of this CTA; the keys are not known yet.
+__device__ __forceinline__ Work find_rows(const DecodeParams& p) {
+  Work w{};
   w.batch = blockIdx.z;
   w.kv_head = blockIdx.y;
   const int all_rows = p.seqlen_q * p.group;
@@ -90,13 +91,20 @@ __device__ __forceinline__ Work find_work(const DecodeParams& p) {
   w.split = blockIdx.x / row_blocks;
   w.row0 = blockIdx.x % row_blocks * ROWS;
   w.num_rows = min(ROWS, all_rows - w.row0);
-  const int len = *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
-  w.kv_len = max(0, min(len, p.capacity));
+  return w;
+}
+
+__device__ __forceinline__ int given_length(const DecodeParams& p, const Work& w) {
+  return *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
+}
+
+__device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Work& w) {
+  w.kv_len = max(0, min(length, p.capacity));
   w.first = w.keys(p, 0).lo;
   const int hi = w.keys(p, w.num_rows - 1).hi;
   if (hi <= w.first) {
     w.begin = w.end = w.first;
-    return w;
+    return;
   }
   // Splits are whole steps and at least MIN_SPLIT keys; with few keys the last splits are empty. They begin at
   // multiples of TILE_KV, so that a tile lies inside of a page if a page is a whole number of tiles.
@@ -105,7 +113,6 @@ __device__ __forceinline__ Work find_work(const DecodeParams& p) {
   const int chunk = max(cfg::MIN_SPLIT, (per_split + cfg::TILE_KV - 1) / cfg::TILE_KV * cfg::TILE_KV);
   w.begin = static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(w.split) * chunk));
   w.end = max(w.begin, static_cast<int>(min(static_cast<i64>(hi), static_cast<i64>(w.begin) + chunk)));
-  return w;
 }
 
 // B operands of Q: from registers where they fit beside the accumulators, else from shared memory each time.
@@ -348,24 +355,33 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
   }
   __syncthreads();  // weights are in shared memory
   const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
+  // Four values from `dim` on of a row.
+  const auto sum_warps = [&](int row, int dim) {
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < cfg::NUM_WARPS; ++i) {
+      const float weight = sm.weight[i][row];
+      const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][dim]);
+      x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
+    }
+    return x;
+  };
+  if constexpr (V::IN_ROTATED_DOMAIN) {
+    // Few lanes rotate, all sum: each thread leaves its sums where only it has read.
+    for (int index = threadIdx.x; index < w.num_rows * cfg::HEAD_DIM / 4; index += cfg::NUM_WARPS * WARP) {
+      const int row = index / (cfg::HEAD_DIM / 4), dim = index % (cfg::HEAD_DIM / 4) * 4;
+      *reinterpret_cast<float4*>(&sm.o[0][row][dim]) = sum_warps(row, dim);
+    }
+    __syncthreads();  // sums are in sm.o[0]
+  }
   V::restore_rows(
       w.num_rows,
-      // The values from `dim` on of a row, a multiple of four.
       [&](int row, int dim, auto& x) {
-        constexpr int COUNT = sizeof(x) / sizeof(float);
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) x[j] = 0.f;
-#pragma unroll 1
-        for (int i = 0; i < cfg::NUM_WARPS; ++i) {
-          const float weight = sm.weight[i][row];
-#pragma unroll
-          for (int j = 0; j < COUNT; j += 4) {
-            const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][dim + j]);
-            x[j] += weight * y.x;
-            x[j + 1] += weight * y.y;
-            x[j + 2] += weight * y.z;
-            x[j + 3] += weight * y.w;
-          }
+        for (int j = 0; j < static_cast<int>(sizeof(x) / sizeof(float)); j += 4) {
+          const float4 y =
+              V::IN_ROTATED_DOMAIN ? *reinterpret_cast<const float4*>(&sm.o[0][row][dim + j]) : sum_warps(row, dim + j);
+          x[j] = y.x, x[j + 1] = y.y, x[j + 2] = y.z, x[j + 3] = y.w;
         }
       },
       [&](int row, int dim, auto& x) {
@@ -413,7 +429,10 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
 
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-  const Work w = find_work(p);
+  Work w = find_rows(p);
+  const int length = given_length(p, w);  // on its way while Q is
+  if constexpr (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
+  find_keys(p, length, w);
   if (w.begin == w.end && w.split > 0) {
     // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
     for (int row = threadIdx.x; row < w.num_rows; row += cfg::NUM_WARPS * WARP) {
@@ -432,7 +451,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       loader.load_v(lane);
     }
   }
-  load_queries(p, w, sm);
+  if constexpr (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
   if constexpr (K::NORMS > 0) {
     K::fill_table(sm.table);
   } else {

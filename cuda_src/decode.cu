@@ -25,7 +25,7 @@ using QTile = Tile16<cfg::HEAD_DIM>;
 constexpr int ROWS = 8 * cfg::ROW_TILES;
 constexpr int DIM_BLOCKS = cfg::HEAD_DIM / 16;
 constexpr int KEY_BLOCKS = cfg::TILE_KV / 16;
-constexpr int O_STRIDE = cfg::HEAD_DIM + 4;  // floats; the padding keeps the four t of a quad in different banks
+constexpr int O_STRIDE = V::O_STRIDE;  // floats
 static_assert(cfg::TILE_KV == 16 || cfg::TILE_KV == 32, "each lane looks up the page of one row of a tile");
 static_assert(cfg::TILE_KV * K::CHUNKS % WARP == 0 && cfg::TILE_KV * V::CHUNKS % WARP == 0,
               "a tile is a whole number of 16-byte copies per lane");
@@ -328,24 +328,33 @@ __device__ __forceinline__ void for_hidden(const DecodeParams& p, const Work& w,
   }
 }
 
+template <class Combine>
+__device__ __forceinline__ float over_warp(float x, Combine combine) {
+#pragma unroll
+  for (int bit = 1; bit < WARP; bit *= 2) x = combine(x, __shfl_xor_sync(FULL_MASK, x, bit));
+  return x;
+}
+
 // Merges the warps, adds the sink, writes the result of the split.
 __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Smem& sm) {
   const bool direct = p.out_partial == nullptr;
   __syncthreads();  // every warp's o, m, l are in shared memory
-  for (int row = threadIdx.x; row < w.num_rows; row += cfg::NUM_WARPS * WARP) {
-    float m = neg_inf();
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) m = fmaxf(m, sm.m[i][row]);
-    float l = 0.f, total_m = m;
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) l += sm.l[i][row] * softmax::weight(sm.m[i][row], m);
-    const float l_keys = l;
+  const int lane = threadIdx.x % WARP;
+  for (int row = threadIdx.x / WARP; row < w.num_rows; row += cfg::NUM_WARPS) {
+    // A lane has the state of one warp.
+    const bool of_warp = lane < cfg::NUM_WARPS;
+    const float own_m = of_warp ? sm.m[lane][row] : neg_inf();
+    const float m = over_warp(own_m, [](float a, float b) { return fmaxf(a, b); });
+    const float own_l = of_warp ? sm.l[lane][row] * softmax::weight(own_m, m) : 0.f;
+    const float l_keys = over_warp(own_l, [](float a, float b) { return a + b; });
+    float l = l_keys, total_m = m;
     if (p.sinks != nullptr && w.split == 0) {
       softmax::add_sink(__ldg(p.sinks + w.head(p, row)), total_m, l);
     }
     // Parts go to merge.cu as they are: a rounded lse would cost their weights the precision that it lost.
     const float scale = direct ? softmax::inverse_sum(l) : 1.f;
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) {
-      sm.weight[i][row] = softmax::weight(sm.m[i][row], total_m) * scale;
-    }
+    if (of_warp) sm.weight[lane][row] = softmax::weight(own_m, total_m) * scale;
+    if (lane != 0) continue;
     sm.keys[row] = l_keys * softmax::weight(m, total_m) * scale;
     if (!direct) {
       reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(total_m, l);
@@ -361,7 +370,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
 #pragma unroll
     for (int i = 0; i < cfg::NUM_WARPS; ++i) {
       const float weight = sm.weight[i][row];
-      const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][dim]);
+      const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][V::o_place(dim)]);
       x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
     }
     return x;
@@ -370,7 +379,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     // Few lanes rotate, all sum: each thread leaves its sums where only it has read.
     for (int index = threadIdx.x; index < w.num_rows * cfg::HEAD_DIM / 4; index += cfg::NUM_WARPS * WARP) {
       const int row = index / (cfg::HEAD_DIM / 4), dim = index % (cfg::HEAD_DIM / 4) * 4;
-      *reinterpret_cast<float4*>(&sm.o[0][row][dim]) = sum_warps(row, dim);
+      *reinterpret_cast<float4*>(&sm.o[0][row][V::o_place(dim)]) = sum_warps(row, dim);
     }
     __syncthreads();  // sums are in sm.o[0]
   }
@@ -379,8 +388,8 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
       [&](int row, int dim, auto& x) {
 #pragma unroll
         for (int j = 0; j < static_cast<int>(sizeof(x) / sizeof(float)); j += 4) {
-          const float4 y =
-              V::IN_ROTATED_DOMAIN ? *reinterpret_cast<const float4*>(&sm.o[0][row][dim + j]) : sum_warps(row, dim + j);
+          const float4 y = V::IN_ROTATED_DOMAIN ? *reinterpret_cast<const float4*>(&sm.o[0][row][V::o_place(dim + j)])
+                                                : sum_warps(row, dim + j);
           x[j] = y.x, x[j + 1] = y.y, x[j + 2] = y.z, x[j + 3] = y.w;
         }
       },
@@ -568,8 +577,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       if constexpr (V::NORMS > 0) multiply_o(n, c, 1.f / scale.factor[n][c]);  // exact: a power of two
 #pragma unroll
       for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-        sm.o[warp][row][V::dim(mb, g, 0)] = o[n][mb][c];
-        sm.o[warp][row][V::dim(mb, g, 1)] = o[n][mb][c + 2];
+        V::store_o(sm.o[warp][row], mb, g, o[n][mb][c], o[n][mb][c + 2]);
       }
       if (g == 0) {
         sm.m[warp][row] = state.m[n][c];

@@ -105,7 +105,8 @@ class DecodeConfig:
         m, l and weight a warp; and the sum of a row's weights.
         """
         loop = self.table_bytes + (self.num_warps - self.warps_below) * self._ring_bytes
-        o = self.num_warps * self.rows * (self.head_dim + 4) * 4
+        padding = self.head_dim // 8 if self.v_format is KvFormat.TBQ4 else 0
+        o = self.num_warps * self.rows * (self.head_dim + padding + 4) * 4
         q = self.rows * (self.head_dim * self.dtype.itemsize + 2 * 4)
         above = align(align(max(loop, o), 128) + q + (3 * self.num_warps + 1) * self.rows * 4, 128)
         return self.lead_bytes + above

@@ -12,6 +12,7 @@
 //   fill_table              what its operands look up
 //   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part
 //   dim(mb, g, upper)       head_dim of the rows of V's operands
+//   O_STRIDE, o_place, store_o    rows of O in shared memory
 //   value, all_finite       for tiles in which a row may not see every key; formats without norms only
 #ifndef CUATTN_KV_KV_CUH
 #define CUATTN_KV_KV_CUH

@@ -79,6 +79,14 @@ struct Raw16 : Tile16<HEAD_DIM> {
   // The head_dim that row g (`upper` 0) or g + 8 (1) of the operands' block `mb` holds.
   static __device__ __forceinline__ int dim(int mb, int g, int upper) { return mb * 16 + g + 8 * upper; }
 
+  // Rows of O in shared memory; the padding keeps the four t of a quad in different banks.
+  static constexpr int O_STRIDE = HEAD_DIM + 4;
+  static __device__ __forceinline__ int o_place(int dim) { return dim; }
+  static __device__ __forceinline__ void store_o(float* row, int mb, int g, float lower, float upper) {
+    row[dim(mb, g, 0)] = lower;
+    row[dim(mb, g, 1)] = upper;
+  }
+
   // One element of a tile.
   static __device__ __forceinline__ float value(const u8* tile, int row, int dim) {
     return ptx::to_float(*reinterpret_cast<const Elem*>(tile + Tile::offset(row, dim / 8) + dim % 8 * 2));

@@ -154,6 +154,14 @@ struct Rows {
     return mb / STEPS * cfg::BLOCK + g * (cfg::BLOCK / 8) + mb % STEPS * 2 + which;
   }
 
+  // Rows of O in shared memory. Lanes of one mb are 16 values apart, so that every 32 are shifted by four banks; pairs
+  // that are stored then meet one other pair in a bank.
+  static constexpr int O_STRIDE = HEAD_DIM + HEAD_DIM / 8 + 4;
+  static __device__ __forceinline__ int o_place(int dim) { return dim + dim / 32 * 4; }
+  static __device__ __forceinline__ void store_o(float* row, int mb, int g, float lower, float upper) {
+    *reinterpret_cast<float2*>(row + o_place(dim(mb, g, 0))) = make_float2(lower, upper);
+  }
+
   // Where head_dim `dim` of a Q row stands among the 16 of each operand: step i takes from lane t 4 i .. 4 i + 3 of its
   // quarter, the first two as k = 2t, 2t+1, the others as 2t+8, 2t+9.
   static __device__ __forceinline__ int position(int dim) {

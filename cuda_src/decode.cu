@@ -274,13 +274,10 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
   }
 }
 
-__device__ __forceinline__ void load_queries(const DecodeParams& p, const Work& w, Smem& sm) {
-  const auto address = [&](int row) {
-    return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
-  };
-  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
-  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS,
-                   [&](int row) { return row < w.num_rows ? address(row) : nullptr; });
+// The address of a row of Q, null for those that pad a tile.
+__device__ __forceinline__ const u8* query(const DecodeParams& p, const Work& w, int row) {
+  if (row >= w.num_rows) return nullptr;
+  return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
 }
 
 // Scores in log2 units from raw ones.
@@ -439,8 +436,14 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   Work w = find_rows(p);
-  const int length = given_length(p, w);  // on its way while Q is
-  if constexpr (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
+  const int length = given_length(p, w);  // on its way, as Q is, while the table is filled
+  const auto row_of_q = [&](int row) { return query(p, w, row); };
+  const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
+  if constexpr (K::NORMS > 0) {
+    K::fill_table(sm.table);
+  } else {
+    V::fill_table(sm.table);
+  }
   find_keys(p, length, w);
   if (w.begin == w.end && w.split > 0) {
     // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
@@ -460,12 +463,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       loader.load_v(lane);
     }
   }
-  if constexpr (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
-  if constexpr (K::NORMS > 0) {
-    K::fill_table(sm.table);
-  } else {
-    V::fill_table(sm.table);
-  }
+  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
+  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS, row_of_q, query_part);
   __syncthreads();  // q is in shared memory, and the table
   QueryFragments queries;
   queries.keep(sm.q, lane);

@@ -130,7 +130,7 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
         norms = cupy.empty((*x.shape[:-1], x.shape[-1] // block), np.float16)
         clamped = cupy.zeros(1, np.int32)
         mean = None if mean is None else cupy.ascontiguousarray(mean)
-        _launch(quantize_config(x), x, quantize_params(x, codes, norms, clamped, mean))
+        _launch(quantize_config(x, mean), x, quantize_params(x, codes, norms, clamped, mean))
         if strict and int(clamped[0]):
             raise ValueError(
                 f"x must have norms of at most {_tbq4.MAX_NORM:.0f} per block, {int(clamped[0])} are larger"
@@ -171,7 +171,7 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     with cupy.cuda.Device(t.codes.device.id):
         out = cupy.empty(t.shape, wanted)
         mean = None if t.mean is None else cupy.ascontiguousarray(t.mean)
-        _launch(dequantize_config(out), out, dequantize_params(t.codes, t.norms, out, mean))
+        _launch(dequantize_config(out, mean), out, dequantize_params(t.codes, t.norms, out, mean))
     return out
 
 
@@ -188,14 +188,16 @@ def _launch(config: _plan.QuantizeConfig, rows: Array, params: np.ndarray[Any, A
     _jit.kernel(config, ordinal, device.arch).launch(grid, (config.num_warps * _plan.WARP, 1, 1), params)
 
 
-def quantize_config(x: Array) -> _plan.QuantizeConfig:
+def quantize_config(x: Array, mean: Array | None) -> _plan.QuantizeConfig:
     """Config of quantize.cu for rows `x`."""
-    return _plan.QuantizeConfig(_plan.Dtype(_arrays.dtype_name(x)), x.shape[-1], encode=True)
+    dtype = _plan.Dtype(_arrays.dtype_name(x))
+    return _plan.QuantizeConfig(dtype, x.shape[-1], encode=True, with_mean=mean is not None)
 
 
-def dequantize_config(out: Array) -> _plan.QuantizeConfig:
+def dequantize_config(out: Array, mean: Array | None) -> _plan.QuantizeConfig:
     """Config of dequantize.cu for a result `out`."""
-    return _plan.QuantizeConfig(_plan.Dtype(_arrays.dtype_name(out)), out.shape[-1], encode=False)
+    dtype = _plan.Dtype(_arrays.dtype_name(out))
+    return _plan.QuantizeConfig(dtype, out.shape[-1], encode=False, with_mean=mean is not None)
 
 
 def _strides(name: str, array: Array) -> dict[str, int]:

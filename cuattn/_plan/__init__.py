@@ -7,6 +7,8 @@ and tested anywhere. The CUDA sources assert what is computed here.
 
 from __future__ import annotations
 
+from itertools import product
+
 from cuattn import _tbq4
 from cuattn._device import DEVICES, Device, arch_of
 from cuattn._kinds import Dtype, KvFormat, Parts
@@ -56,5 +58,6 @@ def shipped_configs(device: Device) -> list[Config]:
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
             configs.append(MergeConfig(dtype, dtype, head_dim))
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
-    configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
+    codecs = product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True))
+    configs += [QuantizeConfig(*choice) for choice in codecs]
     return configs

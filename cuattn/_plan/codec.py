@@ -14,14 +14,18 @@ from cuattn._plan.base import WARP, ceil_div
 
 @dataclass(frozen=True, slots=True)
 class QuantizeConfig:
-    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``: dtype of the rows, head_dim, warps, CTAs."""
+    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``."""
 
     dtype: Dtype
     head_dim: int
     encode: bool
-    # A thread keeps 32 signs and 16 values: 170 registers for each of twelve warps.
+    with_mean: bool = False
     num_warps: int = 4
-    ctas_per_sm: int = 3
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers leave room for: a lane has 64 values, and the next input or a mean."""
+        return 3 if self.with_mean else 4
 
     @property
     def kernel(self) -> str:
@@ -29,14 +33,26 @@ class QuantizeConfig:
         return "quantize" if self.encode else "dequantize"
 
     @property
+    def block(self) -> int:
+        """Values that share a norm."""
+        return _tbq4.block_of(self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: a table of 8 squares of levels, or of 16 levels, with a copy for each lane."""
-        return (8 if self.encode else 16) * WARP * 4
+        """Dynamic shared memory: 256 entries of 8 bytes, and for every 16 values of a block its signs and operands.
+
+        The entries of the encoder are two tables of cells, those of the decoder two levels for each byte. Signs of
+        results, and signs of 16-bit elements that are operands themselves, are for each of four lanes, operands for
+        each of 32.
+        """
+        is_operand = self.encode and self.dtype is not Dtype.FP32 and not self.with_mean
+        first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP
+        return 256 * 8 + 16 * (self.block // 16 * 4 + first)
 
     @property
     def blocks_per_cta(self) -> int:
-        """Blocks of values of one CTA: a warp holds four, eight lanes each."""
-        return 4 * self.num_warps
+        """Blocks of values of one CTA: a warp has 16."""
+        return 16 * self.num_warps
 
     def grid(self, num_blocks: int, device: Device) -> tuple[int, int, int]:
         """CTAs of a launch over `num_blocks` blocks of values: what the device holds at once, or fewer."""
@@ -48,21 +64,30 @@ class QuantizeConfig:
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        block = _tbq4.block_of(self.head_dim)
-        levels = _tbq4.codebook(block)[8:]
-        ends: dict[str, object] = (
-            {"IN_DTYPE": self.dtype, "MIN_NORM": _tbq4.MIN_NORM, "LEVELS_SQUARED": tuple(map(float, np.square(levels)))}
-            if self.encode
-            else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
-        )
-        return ends | {
+        return (self._encoder() if self.encode else self._decoder()) | {
+            "WITH_MEAN": self.with_mean,
             "HEAD_DIM": self.head_dim,
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
+            "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
-            "BLOCK": block,
-            "ROOT": float(np.float32(block**-0.5)),
-            "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
+            "BLOCK": self.block,
+            "ROOT": float(np.float32(self.block**-0.5)),
             "SIGNS1": _tbq4.sign_words(_tbq4.SIGNS1),
             "SIGNS2": _tbq4.sign_words(_tbq4.SIGNS2),
         }
+
+    def _encoder(self) -> dict[str, object]:
+        offsets, codes = _tbq4.cells(self.block)
+        return {
+            "IN_DTYPE": self.dtype,
+            "MIN_SQUARE": _tbq4.min_square(),
+            "CELLS_PER_UNIT": float(_tbq4.cells_per_unit(self.block)),
+            "CELL_OFFSETS_UP": tuple(map(float, offsets[0])),
+            "CELL_OFFSETS_DOWN": tuple(map(float, offsets[1])),
+            "CELL_CODES": tuple(map(int, codes)),
+            "SQUARE_TERMS": _tbq4.square_terms(self.block),
+        }
+
+    def _decoder(self) -> dict[str, object]:
+        return {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, _tbq4.codebook(self.block)[8:]))}

@@ -92,7 +92,7 @@ def quantize(x: np.ndarray, mean: np.ndarray | None = None, seed: int = 0) -> tu
     codes = np.full((*x.shape[:-1], x.shape[-1] // 2), 0xEE, np.uint8)
     norms = np.full((*x.shape[:-1], x.shape[-1] // block), np.nan, np.float16)
     clamped = np.zeros(1, np.int32)
-    _launch(_quantize.quantize_config(x), x, _quantize.quantize_params(x, codes, norms, clamped, mean), seed)
+    _launch(_quantize.quantize_config(x, mean), x, _quantize.quantize_params(x, codes, norms, clamped, mean), seed)
     return codes, norms, int(clamped[0])
 
 
@@ -101,5 +101,5 @@ def dequantize(
 ) -> np.ndarray:
     """Run dequantize.cu; the result starts as NaN."""
     out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
-    _launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
+    _launch(_quantize.dequantize_config(out, mean), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
     return out

@@ -25,7 +25,7 @@ constexpr float LEVEL_SCALE = 1024.f;
 static_assert(sizeof(DequantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 struct Tables {
-  uint2 levels[256];            // of the two codes of a byte, as float16: upper parts, lower parts
+  u32 levels[2][256];           // of the two codes of a byte, as float16: upper parts, lower parts
   float4 results[STEPS][4];     // signs of each four results of lanes t
   uint4 operands[STEPS][WARP];  // two B operands of each lane
 };
@@ -54,7 +54,8 @@ __device__ __forceinline__ void fill(Tables& tables) {
     const u32 upper = ptx::pack2<Half>(a, b);
     const float upper_a = ptx::to_float(Half{static_cast<u16>(upper)});
     const float upper_b = ptx::to_float(Half{static_cast<u16>(upper >> 16)});
-    tables.levels[i] = make_uint2(upper, ptx::pack2<Half>(a - upper_a, b - upper_b));
+    tables.levels[0][i] = upper;
+    tables.levels[1][i] = ptx::pack2<Half>(a - upper_a, b - upper_b);
   }
   for (u32 i = threadIdx.x; i < STEPS * 4; i += THREADS) {
     const auto sign = [i](u32 j) {
@@ -98,15 +99,17 @@ struct Input {
 
 // y <- H s2 levels, times LEVEL_SCALE. One MMA for each part of the levels does the stages of bits 4, 3, 2 and 0.
 __device__ __forceinline__ void rotate(float (&y)[2][PER_LANE], const Input& x, const Tables& tables, u32 lane) {
+  const u32 levels = ptx::smem_addr(tables.levels);  // a multiple of the size of a table
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const int c = step / 2, q = step % 2;
     u32 upper[4], lower[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint2 pair = tables.levels[x.codes[i % 2][c] >> (16 * (i / 2) + 8 * q) & 255];
-      upper[i] = pair.x;
-      lower[i] = pair.y;
+      const int shift = 16 * (i / 2) + 8 * q;
+      const u32 codes = x.codes[i % 2][c], entry = (shift != 0 ? codes >> (shift - 2) : codes << 2) & 255 * 4;
+      upper[i] = ptx::ld_shared(levels | entry);
+      lower[i] = ptx::ld_shared((levels | entry) + sizeof(tables.levels[0]));
     }
     const uint4 b = tables.operands[step][lane];
     const u32 operands[2][2] = {{b.x, b.y}, {b.z, b.w}};

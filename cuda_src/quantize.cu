@@ -24,7 +24,6 @@ using tbq4::STEPS;
 
 // 16-bit elements are operands as they are. float32, and what is left of an element without the mean, is two tf32.
 constexpr bool IS_OPERAND = sizeof(In) == 2 && !cfg::WITH_MEAN;
-constexpr bool IS_PREFETCHED = IS_OPERAND;                        // registers hold a tile and the next input
 constexpr int LOADS = CHUNKS * static_cast<int>(sizeof(In)) / 2;  // of 16 bytes of a block in a lane
 // Elements of B operands. With 1/16 the squares of results overflow where those of x do, or later.
 constexpr float UNIT = IS_OPERAND ? 1.f / 16.f : 1.f;
@@ -35,10 +34,13 @@ static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py an
 struct Tables {
   tbq4::Cells cells;
   uint4 results[STEPS][4];  // of each four results of lanes t: the address of a table of cells, by their signs
+  uint4 flipped[4];         // codes of lanes t that are those of -u
   // First signs. Of 16-bit elements: bits to flip in a chunk of lanes t. Else in B operands, two for each lane.
   uint4 first[IS_OPERAND ? CHUNKS : STEPS][IS_OPERAND ? 4 : WARP];
 };
-static_assert(sizeof(Tables) == cfg::SMEM_BYTES, "plan and kernel disagree on shared memory");
+using Stage = uint4[2 * LOADS][WARP];  // the next input of a warp
+static_assert(sizeof(Tables) + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
+              "plan and kernel disagree on shared memory");
 
 // The sign bits of two neighboring 16-bit elements.
 __device__ __forceinline__ u32 sign_pair(u32 in) {
@@ -59,6 +61,16 @@ __device__ __forceinline__ void fill(Tables& tables) {
       return ptx::smem_addr(tbq4::is_negative(cfg::SIGNS2, out + j, 0) ? tables.cells.down : tables.cells.up);
     };
     tables.results[step][t] = make_uint4(table(0), table(1), table(2), table(3));
+  }
+  if (threadIdx.x < 4) {
+    const auto word = [](u32 i) {
+      u32 flipped = 0;
+      for (u32 j = 0; j < 8; ++j) {
+        flipped |= 15 * tbq4::is_negative(cfg::SIGNS2, i / 2 * 64 + threadIdx.x * 16 + i % 2 * 8 + j, 0) << 4 * j;
+      }
+      return flipped;
+    };
+    tables.flipped[threadIdx.x] = make_uint4(word(0), word(1), word(2), word(3));
   }
   if constexpr (IS_OPERAND) {
     for (u32 i = threadIdx.x; i < CHUNKS * 4; i += THREADS) {
@@ -89,34 +101,56 @@ __device__ __forceinline__ float element(const uint4 (&loads)[LOADS], int i, flo
   return __uint_as_float(tbq4::word_of(loads[i / 4], i % 4));
 }
 
-// The input of a lane.
-struct Input {
-  uint4 raw[2][LOADS];
+// Where a lane reads of blocks g and g + 8.
+struct Source {
+  const u8* rows[2];
   u32 mean_offset[2];  // elements
 
-  __device__ __forceinline__ void load(const QuantizeParams& p, u32 first, u32 num_blocks, u32 lane) {
+  __device__ __forceinline__ Source(const QuantizeParams& p, u32 first, u32 num_blocks, u32 lane) {
     // Each lane finds one block, and learns of two. Past the end the last block is repeated.
     const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), p.heads, p.dim1);
     const i64 offset = offset_of(p, at);
     const u32 mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const u8* source = p.x + __shfl_sync(FULL_MASK, offset, lane / 4 + 8 * r) + lane % 4 * 8 * sizeof(In);
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        constexpr int PER_CHUNK = sizeof(In) / 2;
-        raw[r][i] = *reinterpret_cast<const uint4*>(source + i / PER_CHUNK * 32 * sizeof(In) + i % PER_CHUNK * 16);
-      }
-      if constexpr (cfg::WITH_MEAN) mean_offset[r] = __shfl_sync(FULL_MASK, mean, lane / 4 + 8 * r) + lane % 4 * 8;
+      const int source = static_cast<int>(lane / 4) + 8 * r;
+      rows[r] = p.x + __shfl_sync(FULL_MASK, offset, source) + lane % 4 * 8 * sizeof(In);
+      mean_offset[r] = cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, source) + lane % 4 * 8 : 0;
     }
   }
 
+  // 16-byte load i of block r.
+  __device__ __forceinline__ const u8* load(int r, int i) const {
+    constexpr int PER_CHUNK = sizeof(In) / 2;
+    return rows[r] + i / PER_CHUNK * 32 * sizeof(In) + i % PER_CHUNK * 16;
+  }
+};
+
+// What a lane reads. It goes through shared memory, each lane for itself, so that it is on its way while the tile
+// before is encoded, and takes no registers until then.
+struct Input {
+  uint4 raw[2][LOADS];
+
+  static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * LOADS; ++i) {
+      ptx::cp_async16(&stage[i][lane], source.load(i / LOADS, i % LOADS), true);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ Input(const Stage& stage, u32 lane) {
+    ptx::cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 2 * LOADS; ++i) raw[i / LOADS][i % LOADS] = stage[i][lane];
+  }
+
   // Elements 32c + 8t .. + 7 of block r, without the mean.
-  __device__ __forceinline__ void chunk(float (&values)[8], int r, int c, const float* mean) const {
+  __device__ __forceinline__ void chunk(float (&values)[8], int r, int c, const float* mean,
+                                        const Source& source) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = element(raw[r], 8 * c + j, In{});
     if constexpr (cfg::WITH_MEAN) {
-      const float4* m = reinterpret_cast<const float4*>(mean + mean_offset[r] + 32 * c);
+      const float4* m = reinterpret_cast<const float4*>(mean + source.mean_offset[r] + 32 * c);
       const float4 low = __ldg(m), high = __ldg(m + 1);
       const float means[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -173,14 +207,14 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
 
 // y <- H s1 x of float32 values, to about 2^-22. One MMA for the stages of bits 5, 4 and 3.
 __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
-                                              const float* mean, const Tables& tables, u32 lane) {
+                                              const Source& source, const float* mean, const Tables& tables, u32 lane) {
   sums[0] = sums[1] = 0.f;
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
     float values[4][8];  // in the order of an A operand
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x.chunk(values[i], i % 2, 2 * h + i / 2, mean);
+      x.chunk(values[i], i % 2, 2 * h + i / 2, mean, source);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[i % 2] += values[i][j] * values[i][j];
     }
@@ -222,37 +256,32 @@ __device__ __forceinline__ u32 codes_of_overflow(u32 block, const QuantizeParams
   return quad_sum(finite ? 0.f : 1.f) == 0.f ? 0x88888888u : 0xffffffffu;
 }
 
-__device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables) {
+__device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables, Stage* stages) {
   fill(tables);
   __syncthreads();  // the tables are there
   const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-  u32 flipped[PER_LANE / 8];  // codes of values whose sign is still to come
-#pragma unroll
-  for (int i = 0; i < PER_LANE / 8; ++i) {
-    flipped[i] = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      flipped[i] |= 15 * tbq4::is_negative(cfg::SIGNS2, i / 2 * 64 + t * 16 + i % 2 * 8 + j, 0) << 4 * j;
-    }
-  }
-
   const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;
   const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
   u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
   if (first >= num_blocks) return;
-  Input x;
-  if (IS_PREFETCHED) x.load(p, first, num_blocks, lane);
+  Source source(p, first, num_blocks, lane);
+  Stage& stage = stages[threadIdx.x / WARP];
+  Input::prefetch(source, stage, lane);
   for (; first < num_blocks; first += step) {
     float y[2][PER_LANE], sums[2];
-    if (!IS_PREFETCHED) x.load(p, first, num_blocks, lane);
+    const Input x(stage, lane);
     if constexpr (IS_OPERAND) {
       rotate_operands<Pair16>(y, sums, x, tables, lane);
     } else {
-      rotate_floats(y, sums, x, p.mean, tables, lane);
+      rotate_floats(y, sums, x, source, p.mean, tables, lane);
     }
-    if (IS_PREFETCHED && first + step < num_blocks) x.load(p, first + step, num_blocks, lane);
+    if (first + step < num_blocks) {
+      source = Source(p, first + step, num_blocks, lane);
+      Input::prefetch(source, stage, lane);
+    }
 
     const float scales[2] = {SCALE * tbq4::inverse_norm(sums[0]), SCALE * tbq4::inverse_norm(sums[1])};
+    const uint4 flipped = tables.flipped[t];
     u32 codes[2][PER_LANE / 8];
 #pragma unroll
     for (int i = 0; i < PER_LANE / 8; ++i) {
@@ -263,7 +292,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
         float u[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) u[j] = y[r][8 * i + j];
-        codes[r][i] = tbq4::eight_codes(u, scales[r], cells) ^ flipped[i];
+        codes[r][i] = tbq4::eight_codes(u, scales[r], cells) ^ tbq4::word_of(flipped, i);
       }
     }
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
@@ -300,5 +329,6 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  quantize(p, *reinterpret_cast<Tables*>(ptx::dynamic_smem()));
+  u8* smem = ptx::dynamic_smem();
+  quantize(p, *reinterpret_cast<Tables*>(smem), reinterpret_cast<Stage*>(smem + sizeof(Tables)));
 }

@@ -24,7 +24,7 @@ from cuattn._plan.base import (
     align,
     ceil_div,
 )
-from cuattn._plan.codec import QuantizeConfig
+from cuattn._plan.codec import QuantizeConfig, codec_config
 from cuattn._plan.decode import (
     DecodeConfig,
     DecodePlan,
@@ -41,8 +41,8 @@ from cuattn._problem import DecodeProblem
 __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
     "WARP", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype", "KvFormat",
-    "MergeConfig", "Parts", "QuantizeConfig", "align", "arch_of", "ceil_div", "choose_splits", "config_of",
-    "decode_config", "decode_plan", "decode_tiles", "shipped_configs",
+    "MergeConfig", "Parts", "QuantizeConfig", "align", "arch_of", "ceil_div", "choose_splits", "codec_config",
+    "config_of", "decode_config", "decode_plan", "decode_tiles", "shipped_configs",
 ]  # fmt: skip
 
 Config = DecodeConfig | MergeConfig | QuantizeConfig
@@ -58,6 +58,6 @@ def shipped_configs(device: Device) -> list[Config]:
             configs += [MergeConfig(Dtype.FP32, dtype, head_dim, parts) for parts in Parts]
             configs.append(MergeConfig(dtype, dtype, head_dim))
     configs += [MergeConfig(Dtype.FP32, Dtype.FP32, head_dim) for head_dim in HEAD_DIMS]
-    codecs = product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True))
-    configs += [QuantizeConfig(*choice) for choice in codecs]
+    for dtype, head_dim, encode, with_mean in product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True)):
+        configs.append(codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean))
     return configs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cuattn import _params, _tbq4
-from cuattn._device import Device
+from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, ceil_div
 
@@ -19,13 +19,9 @@ class QuantizeConfig:
     dtype: Dtype
     head_dim: int
     encode: bool
-    with_mean: bool = False
+    with_mean: bool
+    ctas_per_sm: int
     num_warps: int = 4
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that registers leave room for: a lane has 64 values, and the next input or a mean."""
-        return 3 if self.with_mean else 4
 
     @property
     def kernel(self) -> str:
@@ -43,11 +39,13 @@ class QuantizeConfig:
 
         The entries of the encoder are two tables of cells, those of the decoder two levels for each byte. Signs of
         results, and signs of 16-bit elements that are operands themselves, are for each of four lanes, operands for
-        each of 32.
+        each of 32. Each warp of the encoder has a stage for its next 16 blocks.
         """
         is_operand = self.encode and self.dtype is not Dtype.FP32 and not self.with_mean
         first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP
-        return 256 * 8 + 16 * (self.block // 16 * 4 + first)
+        flipped = 4 if self.encode else 0
+        stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
+        return 256 * 8 + 16 * (self.block // 16 * 4 + flipped + first) + stages
 
     @property
     def blocks_per_cta(self) -> int:
@@ -91,3 +89,10 @@ class QuantizeConfig:
 
     def _decoder(self) -> dict[str, object]:
         return {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, _tbq4.codebook(self.block)[8:]))}
+
+
+def codec_config(dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool) -> QuantizeConfig:
+    """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device."""
+    # A lane has 64 values. The encoder can do with 128 registers if there is no mean: then 16 warps share an SM.
+    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=4 if encode and not with_mean else 3)
+    return replace(config, ctas_per_sm=min(config.ctas_per_sm, device.smem_per_sm // (config.smem_bytes + KIB)))

@@ -94,8 +94,13 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   return v;
 }
 
-// PTX ISA: ld.shared.v2.b32, of a table: it may move like arithmetic, but not over the barrier behind which it is
-// whole, as its address comes from later data.
+// PTX ISA: ld.shared.b32, ld.shared.v2.b32, of a table: it may move like arithmetic, but not over the barrier behind
+// which it is whole, as its address comes from later data.
+__device__ __forceinline__ u32 ld_shared(u32 address) {
+  u32 v;
+  asm("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
   uint2 v;
   asm("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));

@@ -80,6 +80,15 @@ void ldmatrix(u32 (&r)[N], const void* row, bool trans, Place at) {
   });
 }
 
+template <class T>
+T load_shared(u32 address, Place at) {
+  enter(at);
+  const void* p = block->smem + address;
+  check_aligned(p, sizeof(T), "ld.shared");
+  smem_offset(p, sizeof(T), "ld.shared");
+  return load_argument<T>(p);
+}
+
 // d += a b; a word of an operand has K / 8 neighboring elements of k.
 template <int K, class Element>
 void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element element) {
@@ -189,13 +198,8 @@ inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
   return simt::load_argument<uint4>(p);
 }
 
-inline uint2 ld_shared_v2(u32 address, Place at = here()) {
-  simt::enter(at);
-  const void* p = simt::block->smem + address;
-  simt::check_aligned(p, 8, "ld.shared.v2");
-  simt::smem_offset(p, 8, "ld.shared.v2");
-  return simt::load_argument<uint2>(p);
-}
+inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<u32>(address, at); }
+inline uint2 ld_shared_v2(u32 address, Place at = here()) { return simt::load_shared<uint2>(address, at); }
 
 inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 

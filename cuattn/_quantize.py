@@ -129,7 +129,7 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
         codes = cupy.empty((*x.shape[:-1], x.shape[-1] // 2), np.uint8)
         norms = cupy.empty((*x.shape[:-1], x.shape[-1] // block), np.float16)
         clamped = cupy.zeros(1, np.int32)
-        mean = None if mean is None else cupy.ascontiguousarray(mean)
+        mean = None if mean is None else _for_loads(mean)
         _launch(x, quantize_params(x, codes, norms, clamped, mean), encode=True, with_mean=mean is not None)
         if strict and int(clamped[0]):
             raise ValueError(
@@ -170,13 +170,19 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     cupy = _arrays.import_cupy()
     with cupy.cuda.Device(t.codes.device.id):
         out = cupy.empty(t.shape, wanted)
-        mean = None if t.mean is None else cupy.ascontiguousarray(t.mean)
+        mean = None if t.mean is None else _for_loads(t.mean)
         _launch(out, dequantize_params(t.codes, t.norms, out, mean), encode=False, with_mean=mean is not None)
     return out
 
 
 def _with_mean(encoded: reference.Quantized, mean: Array | None) -> tuple[Array, Array, Array | None, int]:
     return encoded.codes, encoded.norms, mean, encoded.clamped
+
+
+def _for_loads(mean: Array) -> Array:
+    """Return `mean` as the kernels want it: contiguous, at a multiple of 16 bytes."""
+    mean = _arrays.import_cupy().ascontiguousarray(mean)
+    return mean.copy() if mean.data.ptr % 16 else mean
 
 
 def _launch(rows: Array, params: np.ndarray[Any, Any], *, encode: bool, with_mean: bool) -> None:

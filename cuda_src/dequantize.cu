@@ -170,10 +170,14 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p, Tables& ta
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
           values[i] = y[r][run * RUN + i] * scales[r];
-          if constexpr (cfg::WITH_MEAN) {
-            values[i] = fmaf(values[i], signs[i], __ldg(p.mean + mean_offset[r] + element + i));
-          } else {
-            values[i] *= signs[i];
+          values[i] *= signs[i];
+        }
+        if constexpr (cfg::WITH_MEAN) {
+#pragma unroll
+          for (int i = 0; i < RUN; i += 4) {
+            // An ordinary load stays behind the stores before it: there are no registers for all of the mean.
+            const float4 m = *reinterpret_cast<const float4*>(p.mean + mean_offset[r] + element + i);
+            values[i] += m.x, values[i + 1] += m.y, values[i + 2] += m.z, values[i + 3] += m.w;
           }
         }
         const u32 block = first + g + 8 * r;

@@ -242,18 +242,26 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
   }
 }
 
-// All codes of a block whose sum of squares is not finite: by the rules, of 0 if its values are finite, else of NaN.
-__device__ __forceinline__ u32 codes_of_overflow(u32 block, const QuantizeParams& p, u32 t) {
+// The rules for a block whose sum of squares is not finite: it has the codes of 0 if its values are, and of NaN if not.
+__device__ __forceinline__ void encode_overflow(u32 (&codes)[PER_LANE / 8], float& sum, u32 block,
+                                                const QuantizeParams& p, u32 t) {
   const tbq4::Place at(block, p.heads, p.dim1);
   const In* x = reinterpret_cast<const In*>(p.x + offset_of(p, at));
-  bool finite = true;
+  float zeros = 0.f, magnitudes = 0.f;  // NaN if a value is infinite or NaN; NaN if one is NaN
 #pragma unroll 1
   for (u32 i = t; i < cfg::BLOCK; i += 4) {
     float value = ptx::to_float(x[i]);
     if constexpr (cfg::WITH_MEAN) value -= __ldg(p.mean + at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK + i);
-    finite = finite && fabsf(value) <= MAX_FLOAT;
+    zeros += value * 0.f;
+    magnitudes += fabsf(value);
   }
-  return quad_sum(finite ? 0.f : 1.f) == 0.f ? 0x88888888u : 0xffffffffu;
+  const bool finite = quad_sum(zeros) == 0.f;
+  magnitudes = quad_sum(magnitudes);
+  if (sum <= MAX_FLOAT) return;
+  // Squares of sums may have been NaN where the squares of x are not.
+  sum = finite ? __uint_as_float(0x7f800000u) : magnitudes;
+#pragma unroll
+  for (int i = 0; i < PER_LANE / 8; ++i) codes[i] = finite ? 0x88888888u : 0xffffffffu;
 }
 
 __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables, Stage* stages) {
@@ -297,15 +305,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     }
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
     if (__any_sync(FULL_MASK, !(sums[0] <= MAX_FLOAT && sums[1] <= MAX_FLOAT))) {
-#pragma unroll 1
-      for (int r = 0; r < 2; ++r) {
-        const u32 all = codes_of_overflow(min(first + g + 8 * r, num_blocks - 1), p, t);
 #pragma unroll
-        for (int i = 0; i < PER_LANE / 8; ++i) {
-          if (r == 0) codes[0][i] = sums[0] <= MAX_FLOAT ? codes[0][i] : all;
-          if (r == 1) codes[1][i] = sums[1] <= MAX_FLOAT ? codes[1][i] : all;
-        }
-      }
+      for (int r = 0; r < 2; ++r) encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, t);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -76,9 +76,10 @@ struct Input {
   float norms[2];
   u32 mean_offset[2];  // elements
 
-  __device__ __forceinline__ void load(const DequantizeParams& p, u32 first, u32 num_blocks, u32 lane) {
+  __device__ __forceinline__ void load(const DequantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
+                                       u32 lane) {
     // Each lane finds one block, and learns of two. Past the end the last block is repeated.
-    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), p.heads, p.dim1);
+    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), shape);
     const i64 offset = at.i0 * p.codes_stride_dim0 + at.i1 * p.codes_stride_dim1 + at.head * p.codes_stride_head +
                        static_cast<i64>(at.part * (cfg::BLOCK / 2));
     const u8* row_norms =
@@ -142,18 +143,19 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p, Tables& ta
   fill(tables);
   __syncthreads();  // the tables are there
   const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  const tbq4::Rows shape(p.heads, p.dim1);
   const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;
   const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
   u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
   if (first >= num_blocks) return;
   Input x;
-  x.load(p, first, num_blocks, lane);
+  x.load(p, shape, first, num_blocks, lane);
   for (; first < num_blocks; first += step) {
     float y[2][PER_LANE];
     rotate(y, x, tables, lane);
     const float scales[2] = {x.norms[0] * (cfg::ROOT / LEVEL_SCALE), x.norms[1] * (cfg::ROOT / LEVEL_SCALE)};
     const u32 mean_offset[2] = {x.mean_offset[0], x.mean_offset[1]};
-    if (first + step < num_blocks) x.load(p, first + step, num_blocks, lane);
+    if (first + step < num_blocks) x.load(p, shape, first + step, num_blocks, lane);
 
 #pragma unroll
     for (int run = 0; run < PER_LANE / RUN; ++run) {

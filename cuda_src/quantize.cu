@@ -106,9 +106,10 @@ struct Source {
   const u8* rows[2];
   u32 mean_offset[2];  // elements
 
-  __device__ __forceinline__ Source(const QuantizeParams& p, u32 first, u32 num_blocks, u32 lane) {
+  __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
+                                    u32 lane) {
     // Each lane finds one block, and learns of two. Past the end the last block is repeated.
-    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), p.heads, p.dim1);
+    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), shape);
     const i64 offset = offset_of(p, at);
     const u32 mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
 #pragma unroll
@@ -198,10 +199,10 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
   for (int r = 0; r < 2; ++r) {
     tbq4::butterflies<0b10110>(y[r]);
     // H only turns x and makes it longer, and the squares of y need no conversion.
-    float sum = 0.f;
+    float squares[2] = {};
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) sum += y[r][i] * y[r][i];
-    sums[r] = quad_sum(sum) * (1.f / (UNIT * UNIT * cfg::BLOCK));
+    for (int i = 0; i < PER_LANE; ++i) squares[i % 2] += y[r][i] * y[r][i];
+    sums[r] = quad_sum(squares[0] + squares[1]) * (1.f / (UNIT * UNIT * cfg::BLOCK));
   }
 }
 
@@ -244,8 +245,8 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
 
 // The rules for a block whose sum of squares is not finite: it has the codes of 0 if its values are, and of NaN if not.
 __device__ __forceinline__ void encode_overflow(u32 (&codes)[PER_LANE / 8], float& sum, u32 block,
-                                                const QuantizeParams& p, u32 t) {
-  const tbq4::Place at(block, p.heads, p.dim1);
+                                                const QuantizeParams& p, const tbq4::Rows& shape, u32 t) {
+  const tbq4::Place at(block, shape);
   const In* x = reinterpret_cast<const In*>(p.x + offset_of(p, at));
   float zeros = 0.f, magnitudes = 0.f;  // NaN if a value is infinite or NaN; NaN if one is NaN
 #pragma unroll 1
@@ -268,11 +269,12 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
   fill(tables);
   __syncthreads();  // the tables are there
   const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  const tbq4::Rows shape(p.heads, p.dim1);
   const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;
   const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
   u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
   if (first >= num_blocks) return;
-  Source source(p, first, num_blocks, lane);
+  Source source(p, shape, first, num_blocks, lane);
   Stage& stage = stages[threadIdx.x / WARP];
   Input::prefetch(source, stage, lane);
   for (; first < num_blocks; first += step) {
@@ -284,7 +286,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
       rotate_floats(y, sums, x, source, p.mean, tables, lane);
     }
     if (first + step < num_blocks) {
-      source = Source(p, first + step, num_blocks, lane);
+      source = Source(p, shape, first + step, num_blocks, lane);
       Input::prefetch(source, stage, lane);
     }
 
@@ -306,7 +308,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
     if (__any_sync(FULL_MASK, !(sums[0] <= MAX_FLOAT && sums[1] <= MAX_FLOAT))) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, t);
+      for (int r = 0; r < 2; ++r)
+        encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, shape, t);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

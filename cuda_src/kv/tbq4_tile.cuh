@@ -22,17 +22,36 @@ constexpr int STEPS = PER_LANE / 4;       // steps of 16 elements of a block
 constexpr u32 BLOCKS_PER_ROW = cfg::HEAD_DIM / cfg::BLOCK;
 static_assert(cfg::BLOCK == 64 || cfg::BLOCK == 128, "blocks have 64 or 128 values");
 
-// A block of rows [dim0, dim1, heads].
+// Divides by a number that is the same for a whole kernel. Its reciprocal is rounded down, so that a quotient is too
+// small by one at most.
+struct Divisor {
+  u32 divisor, reciprocal;
+
+  __device__ __forceinline__ explicit Divisor(int d) : divisor(static_cast<u32>(d)), reciprocal(0xffffffffu / d) {}
+  __device__ __forceinline__ u32 divide(u32 n, u32& remainder) const {
+    const u32 quotient = __umulhi(n, reciprocal);
+    remainder = n - quotient * divisor;
+    if (remainder < divisor) return quotient;
+    remainder -= divisor;
+    return quotient + 1;
+  }
+};
+
+// Shape of rows [dim0, dim1, heads].
+struct Rows {
+  Divisor heads, dim1;
+
+  __device__ __forceinline__ Rows(int num_heads, int size1) : heads(num_heads), dim1(size1) {}
+};
+
+// A block of these rows.
 struct Place {
   u32 part;  // which block of the row
   u32 head, i1, i0;
 
-  __device__ __forceinline__ Place(u32 block, u32 heads, u32 dim1) {
-    const u32 row = block / BLOCKS_PER_ROW;
+  __device__ __forceinline__ Place(u32 block, const Rows& rows) {
     part = block % BLOCKS_PER_ROW;
-    head = row % heads;
-    i1 = row / heads % dim1;
-    i0 = row / heads / dim1;
+    i0 = rows.dim1.divide(rows.heads.divide(block / BLOCKS_PER_ROW, head), i1);
   }
 };
 

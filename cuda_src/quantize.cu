@@ -198,7 +198,7 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     tbq4::butterflies<0b10110>(y[r]);
-    // H only turns x and makes it longer, and the squares of y need no conversion.
+    // H only turns x and makes it longer, and y needs no conversion to be squared.
     float squares[2] = {};
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) squares[i % 2] += y[r][i] * y[r][i];
@@ -248,7 +248,7 @@ __device__ __forceinline__ void encode_overflow(u32 (&codes)[PER_LANE / 8], floa
                                                 const QuantizeParams& p, const tbq4::Rows& shape, u32 t) {
   const tbq4::Place at(block, shape);
   const In* x = reinterpret_cast<const In*>(p.x + offset_of(p, at));
-  float zeros = 0.f, magnitudes = 0.f;  // NaN if a value is infinite or NaN; NaN if one is NaN
+  float zeros = 0.f, magnitudes = 0.f;  // NaN where a value is infinite or NaN; infinite or NaN
 #pragma unroll 1
   for (u32 i = t; i < cfg::BLOCK; i += 4) {
     float value = ptx::to_float(x[i]);
@@ -308,8 +308,9 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
     if (__any_sync(FULL_MASK, !(sums[0] <= MAX_FLOAT && sums[1] <= MAX_FLOAT))) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < 2; ++r) {
         encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, shape, t);
+      }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

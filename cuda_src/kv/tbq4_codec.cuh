@@ -20,8 +20,8 @@ namespace tbq4 {
 constexpr int NUM_CELLS = sizeof(cfg::CELL_CODES) / sizeof(u32);
 static_assert((NUM_CELLS & (NUM_CELLS - 1)) == 0, "a mask keeps the index of a cell inside of the table");
 
-// Two tables in shared memory, each aligned to its size. x: minus the boundary in the cell, as float bits, y: the code
-// of values that are not below it. The 16 cells around 0, where most values lie, are in different banks.
+// Two tables in shared memory, the first aligned to its size. x: minus the boundary in the cell, as float bits, y: the
+// code of values that are not below it. The 16 cells around 0, where most values lie, are in different banks.
 //
 // The first table gives a value on a boundary the code above, so that +0 and -0 have code 8: the rule. With the second
 // it has the code below. The code of u is 15 minus the one that -u has there: signs that the format asks for behind H
@@ -36,6 +36,8 @@ struct Cells {
     }
   }
 };
+
+static_assert(sizeof(Cells) == 2 * sizeof(uint2) * NUM_CELLS, "an offset in a table is added by `or`");
 
 // Codes of eight values u[j] * scale, element j in bits 4j .. 4j + 3, each by a table at this address. NaN has any
 // code.

@@ -122,7 +122,7 @@ class DecodeConfig:
 
     @property
     def warps_below(self) -> int:
-        """Warps whose rings lie below the table: all but one at most, for the ring above is never without an element."""
+        """Warps whose rings lie below the table: all but one at most, as an array above has at least one element."""
         return min(self.num_warps - 1, max(0, self.lead_bytes - _SYSTEM_BYTES) // self._ring_bytes)
 
     @property

@@ -101,48 +101,52 @@ __device__ __forceinline__ float element(const uint4 (&loads)[LOADS], int i, flo
   return __uint_as_float(tbq4::word_of(loads[i / 4], i % 4));
 }
 
-// Where a lane reads of blocks g and g + 8.
+// Where the blocks of a tile are.
 struct Source {
-  const u8* rows[2];
-  u32 mean_offset[2];  // elements
+  const u8* x;
+  i64 offset;          // of block lane % 16; past the end the last block is repeated
+  u32 mean_offset[2];  // of this lane's first elements of blocks g and g + 8
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
                                     u32 lane) {
-    // Each lane finds one block, and learns of two. Past the end the last block is repeated.
     const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), shape);
-    const i64 offset = offset_of(p, at);
+    x = p.x;
+    offset = offset_of(p, at);
     const u32 mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int source = static_cast<int>(lane / 4) + 8 * r;
-      rows[r] = p.x + __shfl_sync(FULL_MASK, offset, source) + lane % 4 * 8 * sizeof(In);
-      mean_offset[r] = cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, source) + lane % 4 * 8 : 0;
+      mean_offset[r] =
+          cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, static_cast<int>(lane / 4) + 8 * r) + lane % 4 * 8 : 0;
     }
-  }
-
-  // 16-byte load i of block r.
-  __device__ __forceinline__ const u8* load(int r, int i) const {
-    constexpr int PER_CHUNK = sizeof(In) / 2;
-    return rows[r] + i / PER_CHUNK * 32 * sizeof(In) + i % PER_CHUNK * 16;
   }
 };
 
-// What a lane reads. It goes through shared memory, each lane for itself, so that it is on its way while the tile
-// before is encoded, and takes no registers until then.
+// What a lane reads. It goes through shared memory, so that it is on its way while the tile before is encoded, and
+// takes no registers until then. Lanes copy successive pieces of a block, whole lines; every second row of a stage has
+// its halves of 64 bytes exchanged, so that a line is stored to all banks at once.
 struct Input {
   uint4 raw[2][LOADS];
 
   static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
+    constexpr u32 PIECES = 4 * LOADS;          // of a block
+    constexpr u32 PER_CHUNK = sizeof(In) / 2;  // neighboring pieces of one lane
 #pragma unroll
-    for (int i = 0; i < 2 * LOADS; ++i) {
-      ptx::cp_async16(&stage[i][lane], source.load(i / LOADS, i % LOADS), true);
+    for (int copy = 0; copy < 2 * LOADS; ++copy) {
+      const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
+      const u32 t = piece / PER_CHUNK % 4, load = piece / (4 * PER_CHUNK) * PER_CHUNK + piece % PER_CHUNK;
+      const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
+      ptx::cp_async16(&stage[block / 8 * LOADS + load][place(block % 8 * 4 + t, load)], source.x + offset + piece * 16,
+                      true);
     }
     ptx::cp_async_commit();
   }
+  static __device__ __forceinline__ u32 place(u32 lane, u32 load) { return lane ^ load % 2 * 4; }
+
   __device__ __forceinline__ Input(const Stage& stage, u32 lane) {
     ptx::cp_async_wait<0>();
+    __syncwarp();  // what all lanes have copied is there
 #pragma unroll
-    for (int i = 0; i < 2 * LOADS; ++i) raw[i / LOADS][i % LOADS] = stage[i][lane];
+    for (int i = 0; i < 2 * LOADS; ++i) raw[i / LOADS][i % LOADS] = stage[i][place(lane, i % LOADS)];
   }
 
   // Elements 32c + 8t .. + 7 of block r, without the mean.
@@ -285,6 +289,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     } else {
       rotate_floats(y, sums, x, source, p.mean, tables, lane);
     }
+    __syncwarp();  // all lanes have read the stage
     if (first + step < num_blocks) {
       source = Source(p, shape, first + step, num_blocks, lane);
       Input::prefetch(source, stage, lane);

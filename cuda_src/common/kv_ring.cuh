@@ -53,11 +53,13 @@ __device__ __forceinline__ RowNorms<Kv::NORMS> norms_of(const u8* tile, int row)
 template <class Kv>
 struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
+  // Whole rows in a copy of the warp: successive copies of a lane are a fixed number of rows apart.
+  static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
   using Norms = RowNorms<Kv::NORMS>;
   const u8* rows;
   const u8* norms;
   i64 page, token, norms_page, norms_token;  // strides
-  const u8* at;                              // of this lane's first copy in the next tile of a dense cache
+  const u8* at;                              // of this lane's first copy in the next tile
   const u8* norms_at;                        // of the norms of this lane's row there
   int copy_row, copy_offset;                 // of this lane's first copy in a tile
   Norms waiting;
@@ -71,8 +73,8 @@ struct Stream {
         token(stride_token),
         norms_page(norms_stride_page),
         norms_token(norms_stride_token),
-        copy_row(lane / Kv::CHUNKS),
-        copy_offset(lane % Kv::CHUNKS * 16),
+        copy_row(WHOLE_ROWS ? lane / Kv::CHUNKS : 0),
+        copy_offset(WHOLE_ROWS ? lane % Kv::CHUNKS * 16 : 0),
         waiting{},
         waiting_slot(first_slot) {}
 
@@ -89,19 +91,20 @@ struct Stream {
   }
 
   // A whole tile inside of a page.
-  __device__ __forceinline__ void copy(u8* slot) const {
-    constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS > 0 ? WARP / Kv::CHUNKS : 1;
-    const u8* source = at;
+  __device__ __forceinline__ void copy(u8* slot, int lane) const {
+    if constexpr (WHOLE_ROWS) {
+      constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
+      const u8* source = at;
 #pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-      if constexpr (Kv::CHUNKS <= WARP) {
+      for (int i = 0; i < COPIES; ++i) {
         ptx::cp_async16(slot + Kv::offset(i * ROWS_AT_ONCE + copy_row, copy_offset / 16), source, true);
         source += ROWS_AT_ONCE * token;
-      } else {
-        constexpr int PER_ROW = Kv::CHUNKS / WARP;
-        ptx::cp_async16(slot + Kv::offset(i / PER_ROW, i % PER_ROW * WARP + copy_offset / 16),
-                        source + i % PER_ROW * WARP * 16, true);
-        if (i % PER_ROW == PER_ROW - 1) source += token;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int row = (i * WARP + lane) / Kv::CHUNKS, chunk = (i * WARP + lane) % Kv::CHUNKS;
+        ptx::cp_async16(slot + Kv::offset(row, chunk), at + row * token + chunk * 16, true);
       }
     }
   }
@@ -181,7 +184,7 @@ struct Loader {
     whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
-      k.copy(slot);
+      k.copy(slot, lane);
       k.load_norms(slot, k.norms_at, true, lane);
     } else {
       page = next_page;
@@ -194,7 +197,7 @@ struct Loader {
   }
   __device__ __forceinline__ void load_v(int lane) {
     if (whole) {
-      v.copy(slot);
+      v.copy(slot, lane);
       v.load_norms(slot, v.norms_at, true, lane);
     } else {
       if (key0 < end) v.copy(slot, page, row_slot, row_valid, lane);

@@ -23,7 +23,7 @@ _HEADER = (
     "|---|---|---|---|---|---|---|---|---|",
 )
 _INTRO = (
-    "One query token, bfloat16, K and V in TBQ4, merge included. Bytes are those of K and V for a token and KV head; the "
+    "One query token, bfloat16, K and V in TBQ4, merge included. Bytes are those of a token and KV head, K and V; the "
     "read roof is for\nas many bytes as the 4-bit cache has; ratio is 16-bit time by 4-bit time."
 )
 Row = dict[str, Any]
@@ -39,8 +39,9 @@ def _decodes(rows: list[Row]) -> list[Row]:
     return [row for row in rows if (row["op"], row["impl"]) == ("decode", "cuattn")]
 
 
-def _kept(row: Row) -> bool:
-    return "kept in 16 bits" in row["note"]
+def _kept(row: Row) -> str:
+    """Return what the note says of tokens that are kept in 16 bits."""
+    return next((part for part in row["note"].split("; ") if "kept in 16 bits" in part), "")
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -75,7 +76,7 @@ def _variants(rows: list[Row]) -> Iterator[str]:
     for row in same:
         if row["kv"] != row["dtype"]:
             name = f"{'K and V' if '/' not in row['kv'] else 'K/V'} {row['kv']}, q {row['dtype']}"
-            yield f"{name}{', 4 first and 128 newest tokens in 16 bits' if _kept(row) else ''}: {row['us']:.1f}"
+            yield f"{', '.join(filter(None, (name, _kept(row))))}: {row['us']:.1f}"
         elif row["dtype"] == separate["dtype"]:
             yield f"K and V {row['kv']}: {row['us']:.1f}"
     yield f"`dequantize` of K and V to 16 bits, then `decode` of these: {separate['us']:.1f}"

@@ -102,12 +102,12 @@ class Run:
 
     def fail(self, what: str, error: Exception) -> None:
         """Note a failure."""
-        # After an illegal access every call fails, this one too, and ends the run.
-        self.cupy.cuda.Device().synchronize()
         text = f"{what}: {type(error).__name__}: {error}"
         _progress(text)
         # A compiler's log is long, and has just been shown.
         self.failures.append(textwrap.shorten(text, 300))
+        # After an illegal access every call fails, this one too, and ends the run.
+        self.cupy.cuda.Device().synchronize()
 
     def read_clocks(self, key: str) -> None:
         """Read the clocks under load."""
@@ -193,9 +193,9 @@ class Run:
         """Check a case that is small enough for the reference, once for a kind of caches; the others do it anyway."""
         small = replace(case, batch=2, kv_len=1000)
         if case.formats != "raw16" and small not in self._small_checks:
-            self._small_checks.add(small)
             arrays = inputs.DecodeInputs(small, 1)
             arrays.check(arrays.by_reference())
+            self._small_checks.add(small)
 
     def decode_case(self, case: DecodeCase, sets: int, variants: Sequence[Variant], notes: Sequence[str]) -> None:
         """Time one case."""

@@ -357,14 +357,14 @@ class ByRaw16:
     def relative(self) -> float:
         """What is allowed, relative to the largest value of a sequence.
 
-        With u the half of an ulp of a number's size, for all but the output's own rounding the error is a sum of
-        independent roundings of weights, keys and values: it is to the output as u, a value of which is a sum of as
-        many independent terms, times 0.6. Of some 10^5 such errors the largest is 5 deviations, that of as many values
-        of the output 4. So 4 u pay for the output and for three kinds of roundings in its dtype, and 4 u of float16 for
-        the rotated query, levels times norms, and what either kernel rounds to float16.
+        With u the half of an ulp at 1, a rounding errs by 0.6 u in the mean. Those of weights, of keys and of values
+        are independent, and the output is a sum of as many independent terms: each kind gives it an error of 0.6 u of
+        its deviation, three kinds 1 u. Of some 10^5 such errors the largest is 5 deviations, and a sequence's largest
+        output is 4. So three kinds in the dtype of q make up to 1.3 u of that, and the output's own rounding up to 1 u,
+        hardly both at once: 2 u. As much of float16 pays for the rotated query and for what else is rounded to that.
         """
         half_ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-        return 4 * half_ulp[self.dtype] + 4 * half_ulp["float16"]
+        return 2 * half_ulp[self.dtype] + 2 * half_ulp["float16"]
 
     def check(self, out: np.ndarray[Any, Any]) -> None:
         """Raise `WrongResultError` unless every sequence is within the bound."""

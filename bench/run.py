@@ -83,6 +83,7 @@ class Run:
         self.reader = roofline.Reader()
         self._scratch = cupy.zeros(2**28, cupy.uint8)
         self._small_checks: set[DecodeCase] = set()
+        self._roofs: dict[tuple[int, int], timing.Timing] = {}
         self.read_clocks("clocks_before")
 
     def selected(self, op: str, all_cases: Sequence[AnyCase]) -> list[AnyCase]:
@@ -200,8 +201,14 @@ class Run:
     def decode_case(self, case: DecodeCase, sets: int, variants: Sequence[Variant], notes: Sequence[str]) -> None:
         """Time one case."""
         arrays = inputs.DecodeInputs(case, sets)
-        roof, shape = self.reader.roof(arrays.caches, self.sampling)
-        self.add(record.row(case, roof, impl="read", roof_us=roof.us, notes=(shape, *notes)))
+        # Shapes and batches of the topic tbq4 have the same few sizes, and random bytes are random bytes.
+        key = (sets, case.cache_bytes)
+        if self.options.command != "tbq4" or key not in self._roofs:
+            self._roofs[key], shape = self.reader.roof(arrays.caches, self.sampling)
+            self.add(
+                record.row(case, self._roofs[key], impl="read", roof_us=self._roofs[key].us, notes=(shape, *notes))
+            )
+        roof = self._roofs[key]
         expected = arrays.expected()
         plan = arrays.plan()
         for variant in variants:

@@ -50,7 +50,7 @@ class DryRun(run.Run):
     def __init__(self, cupy, folder, cases=""):
         self.options = command.parse(["tbq4", "--cases", cases])
         self.sampling, self.cupy, self.env = timing.QUICK, cupy, ENV
-        self.rows, self.failures, self._small_checks = [], [], set()
+        self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-tbq4.json"
         self.reader = SimpleNamespace(roof=lambda arrays, _: (replace(DRAWN, us=5.0 * bool(arrays)), "shape"))
 
@@ -136,7 +136,8 @@ def test_append_cases_read_new_rows_and_write_the_cache():
 
 @pytest.mark.parametrize("formats", cases.FORMATS)
 @pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"num_sink": 4, "num_recent": 8}, {"dtype": "float16"}])
-def test_checks_accept_the_right_result(numpy_for_cupy, formats, options):
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_checks_accept_the_right_result(formats, options):
     arrays = inputs.DecodeInputs(decode_case(formats, **options), 2)
 
     for expected in (arrays.by_reference(), arrays.by_raw16(), arrays.expected()):
@@ -147,7 +148,8 @@ def test_checks_accept_the_right_result(numpy_for_cupy, formats, options):
 
 @pytest.mark.parametrize("by", ["by_reference", "by_raw16"])
 @pytest.mark.parametrize("kept", [{}, {"num_sink": 4, "num_recent": 8}])
-def test_checks_refuse_other_norms_and_nan(numpy_for_cupy, by, kept):
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_checks_refuse_other_norms_and_nan(by, kept):
     arrays = inputs.DecodeInputs(decode_case(**kept), 1)
     expected = getattr(arrays, by)()
     norms = arrays._caches(0)[1].norms
@@ -174,13 +176,14 @@ def test_the_bound_against_16_bits_holds_for_results_with_the_roundings_of_kerne
     found, allowed = rounded(q, k, v), expected.relative * np.abs(expected.ref).max()
 
     expected.check(found)
-    # Neither lax nor tight: a third of it is used, or more, and 16 keys less are too few.
-    assert np.abs(found - expected.ref).max() > allowed / 8
+    # It is not lax either: a fifth of it is used, and 16 keys less are too few.
+    assert np.abs(found - expected.ref).max() > allowed / 5
     with pytest.raises(inputs.WrongResultError):
         expected.check(reference.decode_same_precision(q, *wide, kv_len - 16).astype(np.float64))
 
 
-def test_separate_calls_give_what_decode_gives(numpy_for_cupy):
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_separate_calls_give_what_decode_gives():
     arrays = inputs.DecodeInputs(decode_case(), 2)
 
     arrays.check(arrays.expected(), call=arrays.separate_calls()[0])
@@ -189,7 +192,8 @@ def test_separate_calls_give_what_decode_gives(numpy_for_cupy):
 @pytest.mark.parametrize("op", ["quantize", "dequantize"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("has_mean", [False, True])
-def test_codec_checks_accept_the_right_result(numpy_for_cupy, op, dtype, has_mean):
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_codec_checks_accept_the_right_result(op, dtype, has_mean):
     codec.CodecInputs(cases.CodecCase(op, 64, 2, 256, dtype, has_mean=has_mean)).check()
 
 
@@ -219,7 +223,8 @@ def test_rows_far_from_the_reference_are_refused():
 
 @pytest.mark.parametrize("formats", ["tbq4", "raw16"])
 @pytest.mark.parametrize("seqlen_new", [1, 24])
-def test_appended_rows_are_checked(numpy_for_cupy, formats, seqlen_new, monkeypatch):
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_appended_rows_are_checked(formats, seqlen_new, monkeypatch):
     arrays = codec.AppendInputs(cases.AppendCase(3, seqlen_new, 2, 128, formats), 4)
     arrays.check()
 
@@ -253,12 +258,16 @@ def test_the_topic_has_a_row_of_everything(dry_run):
     written = json.loads(dry.path.read_text())["rows"]
     found = {(row["op"], row["impl"], row["kv"]) for row in written}
     assert found == {
-        *(("decode", impl, kv) for impl in ("read", "cuattn") for kv in ("tbq4", "bf16", "bf16/tbq4", "tbq4/bf16")),
+        *(("decode", "cuattn", kv) for kv in ("tbq4", "bf16", "bf16/tbq4", "tbq4/bf16")),
+        *(("decode", "read", kv) for kv in ("tbq4", "bf16", "bf16/tbq4")),
         ("decode", "separate", "tbq4"),
         *((op, impl, "tbq4") for op in ("quantize", "dequantize", "append") for impl in ("copy", "cuattn")),
         *(("append", impl, "bf16") for impl in ("copy", "cuattn")),
     }
     assert all(row["roof_us"] > 0 and row["bytes"] > 0 for row in written)
+    # As many bytes are read once.
+    sizes = [row["bytes"] for row in written if row["impl"] == "read"]
+    assert len(sizes) == len(set(sizes)) < len([row for row in written if row["op"] == "decode"]) - len(sizes)
     notes = [row["note"] for row in written if row["op"] == "decode" and row["impl"] == "cuattn"]
     assert all("tile " in note and "splits " in note for note in notes)
     assert sum("table stride" in note and "132 bytes a token" in note for note in notes) == 5
@@ -356,8 +365,9 @@ def test_readme_is_written_between_its_marks(dry_run, tmp_path):
     # 132 bytes a token and KV head, half of the roof, 16 bits as fast.
     assert "| 4/2 | 128 | 1 | 128 | 132 | 10.0 | 50% | 10.0 | 1.00 |" in once
     for part in (
-        "- K and V tbq4, q fp16: 10.0", "- K/V bf16/tbq4, q bf16: 10.0", "4 first and 16 newest tokens kept in 16 bits: 10.0",
-        "- K and V bf16: 10.0", "then `decode` of these: 10.0", "| quantize, with mean | bf16 | tbq4 | 128 |",
+        "- K and V tbq4, q fp16: 10.0", "- K/V bf16/tbq4, q bf16: 10.0", "- K and V bf16: 10.0",
+        "- K and V tbq4, q bf16, 4 first and 16 newest tokens kept in 16 bits: 10.0",
+        "then `decode` of these: 10.0", "| quantize, with mean | bf16 | tbq4 | 128 |",
         "NVIDIA H200, 2026-01-02, commit 0123456, `bench/results/h200-2026-01-02-tbq4.json`", "13.9 %",
     ):  # fmt: skip
         assert part in once

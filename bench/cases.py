@@ -75,18 +75,18 @@ DEFAULT_TILES = {
             *(Tile(32, stages, 4) for stages in (2, 3)),
         ),
     },
-    # Beside a table of 64 KB; a tile has about a quarter of the bytes.
+    # Beside a table of 64 KB; a tile has about a quarter of the bytes, and norms want four stages.
     "tbq4": {
         128: (
+            *(Tile(16, stages, 4) for stages in (8, 12)),
             *(Tile(16, stages, 8) for stages in (4, 6, 8)),
             *(Tile(32, stages, 4) for stages in (4, 6, 8)),
-            *(Tile(32, stages, 8) for stages in (2, 3, 4, 6)),
-            Tile(64, 2, 8),
+            *(Tile(32, stages, 8) for stages in (4, 5, 6)),
         ),
         256: (
-            *(Tile(16, stages, 4) for stages in (4, 6, 8)),
-            *(Tile(16, stages, 8) for stages in (2, 3, 4, 6)),
-            *(Tile(32, stages, 8) for stages in (2, 3)),
+            *(Tile(16, stages, 4) for stages in (4, 6, 8, 12)),
+            *(Tile(16, stages, 8) for stages in (4, 5, 6)),
+            *(Tile(32, stages, 4) for stages in (4, 6)),
         ),
     },
 }

@@ -117,7 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "first-use":
         return first_use_child(options)
     if options.command == "readme":
-        print(readme.write(timing.ROOT / "README.md", options.out))
+        try:
+            print(readme.write(timing.ROOT / "README.md", options.out))
+        except FileNotFoundError as error:
+            print(error, file=sys.stderr)
+            return 1
         return 0
     run = Run(options, topic(options))
     try:

@@ -6,7 +6,6 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 import cuattn
@@ -60,7 +59,7 @@ def check_rows(codes: np.ndarray[Any, Any], norms: np.ndarray[Any, Any], rows: n
     blocks = want.reshape(*norms.shape, -1)
     # Seven additions and the scaling in float32, each relative to the length of the block at most, and one rounding.
     allowed = 16 * 2.0**-24 * np.linalg.norm(blocks, axis=-1, keepdims=True)
-    allowed = allowed + float(ml_dtypes.finfo(rows.dtype).eps) / 2 * np.abs(blocks)
+    allowed = allowed + float(np.spacing(rows.dtype.type(1))) / 2 * np.abs(blocks)
     error = np.abs(rows.astype(np.float64).reshape(blocks.shape) - blocks)
     if not (error <= allowed).all():
         msg = f"a value differs by {error.max():.3g} from the reference"

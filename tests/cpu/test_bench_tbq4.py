@@ -1,6 +1,7 @@
 """The bench of caches in TBQ4, with NumPy in CuPy's place: `cuattn` runs the reference then, and times are made up."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -371,6 +372,30 @@ def test_readme_is_written_between_its_marks(dry_run, tmp_path):
         "NVIDIA H200, 2026-01-02, commit 0123456, `bench/results/h200-2026-01-02-tbq4.json`", "13.9 %",
     ):  # fmt: skip
         assert part in once
+
+
+def test_the_errors_that_readme_quotes_are_those_of_the_format():
+    text = (timing.ROOT / "docs" / "tbq4.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith(("| as they are", "| mean of K removed, token 0"))]
+
+    assert len(table) == 2
+    assert [x for line in table for x in re.findall(r"[0-9.]+ %", line)] == re.findall(r"[0-9.]+ %", readme._ERROR)
+
+
+def test_readme_has_one_place_for_the_table(dry_run):
+    dry = dry_run("d256-b1-kv64")
+    tbq4.measure(dry)
+
+    text = readme.updated((timing.ROOT / "README.md").read_text(), dry.path)
+
+    assert "| 6/2 | 256 | 1 | 64 | 264 |" in text
+    with pytest.raises(ValueError, match="must have one block"):
+        readme.updated("", dry.path)
+
+
+def test_readme_without_a_record_says_what_to_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="python -m bench tbq4"):
+        readme.write(timing.ROOT / "README.md", tmp_path)
 
 
 def test_readme_shows_the_newest_record():

@@ -147,13 +147,15 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
+  // Where accumulators leave few registers, parts take turns with them.
+  constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
   RowNorms<K::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
     row_norms[i][0] = norms_of<K>(tile, i * 16 + tile_row(lane / 4));
     row_norms[i][1] = norms_of<K>(tile, i * 16 + tile_row(lane / 4) + 8);
   }
-#pragma unroll
+#pragma unroll PARTS_AT_ONCE
   for (int part = 0; part < K::PARTS; ++part) {
     typename K::Keys keys[KEY_BLOCKS];
     float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
@@ -424,13 +426,7 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
   const u8* table = reinterpret_cast<const u8*>(p.page_table);
   const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
                         p.page_table_stride_page, p.page_size, w.batch, table == nullptr && w.end <= p.page_size};
-  return Loader<K, V>(Stream<K>(p.k + w.kv_head * p.k_stride_head, p.k_stride_page, p.k_stride_token,
-                                p.k_norms + w.kv_head * p.k_norms_stride_head, p.k_norms_stride_page,
-                                p.k_norms_stride_token, ring, lane),
-                      Stream<V>(p.v + w.kv_head * p.v_stride_head, p.v_stride_page, p.v_stride_token,
-                                p.v_norms + w.kv_head * p.v_norms_stride_head, p.v_norms_stride_page,
-                                p.v_norms_stride_token, ring + SLOT_BYTES<K>, lane),
-                      pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
+  return Loader<K, V>(p, pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
 }
 
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {

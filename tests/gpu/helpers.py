@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import cupy
 import numpy as np
 from strategies import Problem
-from tolerance import assert_decode, assert_rows, sizes_of
+from tolerance import assert_decode
 
 import cuattn
-from cuattn import reference
 
 NAN16 = 0x7FFF  # in float16 and in bfloat16
 BUSY_ELEMENTS = 1 << 26
@@ -58,20 +56,6 @@ def decode(problem: Problem, **more: Any) -> tuple[np.ndarray, np.ndarray]:
 def check(problem: Problem, **more: Any) -> None:
     """Assert the error law of a problem on the GPU."""
     assert_decode(problem, *decode(problem, **more))
-
-
-def assert_call(arrays: tuple[Any, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray]) -> None:
-    """Assert the error law of a call that no `Problem` describes, each sequence by itself."""
-    q, *_, kv_len = arrays
-    same = reference.decode_same_precision(*arrays, **options, return_lse=True)
-    ref = reference.decode(*arrays, **options, return_lse=True)
-    for b, sizes in enumerate(sizes_of(arrays, options)):
-        assert_rows(
-            *(tuple(x[b] for x in pair) for pair in (got, same, ref)),
-            dtype=q.dtype,
-            **asdict(sizes),
-            context=f"sequence {b} with {kv_len[b]} keys, q {q.shape} {q.dtype}, {sorted(options)}",
-        )
 
 
 def assert_same_bits(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...], context: object = "") -> None:

@@ -476,3 +476,36 @@ def append_problems(draw: st.DrawFn, *, on_host: bool = False) -> AppendProblem:
         scale=draw(st.sampled_from((1.0, 1e-3, 1e4))),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
+
+
+# Formats of K and V, dtype, head_dim: every format, dtype and head_dim that TBQ4 has, so few that builds are shared.
+DECODE_CHOICES = (
+    ("tbq4", "tbq4", "float16", 64),
+    ("tbq4", "tbq4", "bfloat16", 128),
+    ("tbq4", "tbq4", "float16", 256),
+    ("tbq4", "tbq4", "bfloat16", 512),
+    ("tbq4", "raw16", "float16", 128),
+    ("raw16", "tbq4", "bfloat16", 64),
+    ("tbq4", "raw16", "bfloat16", 256),
+    ("raw16", "tbq4", "float16", 512),
+)
+
+
+def tbq4_problems(
+    choices: Sequence[tuple[str, str, str, int]] = DECODE_CHOICES, **fields: Any
+) -> st.SearchStrategy[Problem]:
+    """Draw a `Problem` with K, V or both in TBQ4; `fields` are those of `problems`."""
+    drawn = {
+        "page_sizes": (None, 1, 5, 16, 33),
+        "values": ("normal", "late_max", "huge", "equal", "tiny_v"),
+        "means": (False, True),
+        "nums_sink": (0, 0, 1, 4, 40),
+        "nums_recent": (0, 0, 1, 7, 300),
+        **fields,
+    }
+    return st.one_of(
+        [
+            problems(k_formats=(k,), v_formats=(v,), dtypes=(dtype,), head_dims=(head_dim,), **drawn)
+            for k, v, dtype, head_dim in choices
+        ]
+    )

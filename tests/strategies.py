@@ -208,6 +208,15 @@ class Problem:
         return options | self._kept()
 
 
+def with_unused(cache: Any, code: int, norm: int) -> Any:
+    """Return a cache of a `Problem` with other bytes, and bits of norms, where no token is; 16-bit ones as they are."""
+    if not isinstance(cache, Tbq4Array):
+        return cache
+    unused = ~np.isfinite(cache.norms)
+    codes = np.where(unused.all(axis=-1, keepdims=True), np.uint8(code), cache.codes)
+    return Tbq4Array(codes, np.where(unused, np.array(norm, np.uint16).view(np.float16), cache.norms), cache.mean)
+
+
 def lengths(tile: int) -> st.SearchStrategy[int]:
     """Draw a length on or beside an edge of a tile, nothing included, or any up to six tiles."""
     edges = sorted({n for k in (0, 1, 2, 5) for n in (k * tile - 1, k * tile, k * tile + 1) if n >= 0})

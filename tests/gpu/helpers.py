@@ -14,6 +14,22 @@ import cuattn
 NAN16 = 0x7FFF  # in float16 and in bfloat16
 BUSY_ELEMENTS = 1 << 26
 
+# Name: shape of the array around one of shape s, and the view of it that has shape s.
+VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "some of fused heads": (lambda s: (*s[:-2], s[-2] + 5, s[-1]), lambda x: x[..., 2:-3, :]),
+    "one of two interleaved": (lambda s: (*s[:-2], 2, *s[-2:]), lambda x: x[..., 1, :, :]),
+    "heads first": (lambda s: (*s[:-3], s[-2], s[-3], s[-1]), lambda x: x.swapaxes(-3, -2)),
+    "batch after heads": (
+        lambda s: (*s[1:-1], s[0], s[-1]),
+        lambda x: x.transpose(x.ndim - 2, *range(x.ndim - 2), x.ndim - 1),
+    ),
+    "backwards in all but the rows": (lambda s: s, lambda x: x[(slice(None, None, -1),) * (x.ndim - 1)]),
+    "every second of the batch": (lambda s: (2 * s[0], *s[1:]), lambda x: x[::2]),
+    "every third, backwards": (lambda s: (s[0], 3 * s[1], *s[2:]), lambda x: x[:, ::-3]),
+    "the first part of longer rows": (lambda s: (*s[:-1], s[-1] + 16), lambda x: x[..., :-16]),
+    "the last part of longer rows": (lambda s: (*s[:-1], s[-1] + 32), lambda x: x[..., 32:]),
+}
+
 
 def to_device(x: Any) -> Any:
     """Copy a NumPy array, or rows in TBQ4, to the GPU; return anything else."""

@@ -11,8 +11,8 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simt import product
-from strategies import DTYPES, Problem
-from tolerance import assert_call, assert_decode, assert_rows, expected, sizes_of, ulp
+from strategies import DTYPES, Problem, with_unused
+from tolerance import assert_call, assert_decode, assert_rows, expected, ulp
 
 from cuattn import Tbq4Array, _plan, reference
 
@@ -169,15 +169,6 @@ def test_a_merge_with_tokens_in_16_bits_is_one_call_with_recent_tokens() -> None
 
 
 # What must not matter
-
-
-def with_unused(cache: Any, code: int, norm: int) -> Any:
-    """Return a cache of a `Problem` with other bytes where no token is."""
-    if not isinstance(cache, Tbq4Array):
-        return cache
-    unused = ~np.isfinite(cache.norms)
-    norms = np.where(unused, np.array(norm, np.uint16).view(np.float16), cache.norms)
-    return changed(cache, codes=np.where(unused.all(axis=-1, keepdims=True), np.uint8(code), cache.codes), norms=norms)
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 5])

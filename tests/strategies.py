@@ -208,6 +208,15 @@ class Problem:
         return options | self._kept()
 
 
+def with_unused(cache: Any, code: int, norm: int) -> Any:
+    """Return a cache of a `Problem` with other bytes, and bits of norms, where no token is; 16-bit ones as they are."""
+    if not isinstance(cache, Tbq4Array):
+        return cache
+    unused = ~np.isfinite(cache.norms)
+    codes = np.where(unused.all(axis=-1, keepdims=True), np.uint8(code), cache.codes)
+    return Tbq4Array(codes, np.where(unused, np.array(norm, np.uint16).view(np.float16), cache.norms), cache.mean)
+
+
 def lengths(tile: int) -> st.SearchStrategy[int]:
     """Draw a length on or beside an edge of a tile, nothing included, or any up to six tiles."""
     edges = sorted({n for k in (0, 1, 2, 5) for n in (k * tile - 1, k * tile, k * tile + 1) if n >= 0})
@@ -475,4 +484,37 @@ def append_problems(draw: st.DrawFn, *, on_host: bool = False) -> AppendProblem:
         views=draw(st.booleans()),
         scale=draw(st.sampled_from((1.0, 1e-3, 1e4))),
         seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+# Formats of K and V, dtype, head_dim: every format, dtype and head_dim that TBQ4 has, so few that builds are shared.
+DECODE_CHOICES = (
+    ("tbq4", "tbq4", "float16", 64),
+    ("tbq4", "tbq4", "bfloat16", 128),
+    ("tbq4", "tbq4", "float16", 256),
+    ("tbq4", "tbq4", "bfloat16", 512),
+    ("tbq4", "raw16", "float16", 128),
+    ("raw16", "tbq4", "bfloat16", 64),
+    ("tbq4", "raw16", "bfloat16", 256),
+    ("raw16", "tbq4", "float16", 512),
+)
+
+
+def tbq4_problems(
+    choices: Sequence[tuple[str, str, str, int]] = DECODE_CHOICES, **fields: Any
+) -> st.SearchStrategy[Problem]:
+    """Draw a `Problem` with K, V or both in TBQ4; `fields` are those of `problems`."""
+    drawn = {
+        "page_sizes": (None, 1, 5, 16, 33),
+        "values": ("normal", "late_max", "huge", "equal", "tiny_v"),
+        "means": (False, True),
+        "nums_sink": (0, 0, 1, 4, 40),
+        "nums_recent": (0, 0, 1, 7, 300),
+        **fields,
+    }
+    return st.one_of(
+        [
+            problems(k_formats=(k,), v_formats=(v,), dtypes=(dtype,), head_dims=(head_dim,), **drawn)
+            for k, v, dtype, head_dim in choices
+        ]
     )

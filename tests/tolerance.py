@@ -47,6 +47,7 @@ hence a term of two such walks.
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -379,6 +380,20 @@ def assert_decode(problem: Problem, got_out: np.ndarray, got_lse: np.ndarray | N
             dtype=dtype,
             **asdict(sizes),
             context=f"sequence {b} of {problem}",
+        )
+
+
+def assert_call(arrays: tuple[Any, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray]) -> None:
+    """Assert the error law of a call of decode that no `Problem` describes, each sequence by itself."""
+    q, *_, kv_len = arrays
+    same = reference.decode_same_precision(*arrays, **options, return_lse=True)
+    ref = reference.decode(*arrays, **options, return_lse=True)
+    for b, sizes in enumerate(sizes_of(arrays, options)):
+        assert_rows(
+            *(tuple(x[b] for x in pair) for pair in (got, same, ref)),
+            dtype=q.dtype,
+            **asdict(sizes),
+            context=f"sequence {b} with {kv_len[b]} keys, q {q.shape} {q.dtype}, {sorted(options)}",
         )
 
 

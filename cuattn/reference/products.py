@@ -74,6 +74,13 @@ def _factor(x: Array, exponent: int) -> npt.NDArray[np.float64]:
     return np.where(largest == 0, 1.0, np.ldexp(1.0, exponent - np.frexp(largest)[1]))
 
 
+@np.errstate(invalid="ignore")
+def _norms(rows: Tbq4Rows) -> npt.NDArray[np.float32]:
+    """Return the norms, NaN for infinities: so is infinity times levels of both signs, but not times their sum."""
+    norms: npt.NDArray[np.float32] = rows.norms.astype(np.float32)
+    return norms + 0 * norms
+
+
 def scores(q: Array, k: Rows) -> npt.NDArray[np.float32]:
     """Return the dot products of queries and keys of one head.
 
@@ -96,9 +103,10 @@ def scores(q: Array, k: Rows) -> npt.NDArray[np.float32]:
     factor = _factor(rotated, _QUERY_EXPONENT)
     q16 = (rotated * factor).astype(np.float16).reshape(len(q), -1, block)
     levels16 = levels(k.codes).astype(np.float16)
+    norms = _norms(k)
     total = np.zeros((len(q), len(k)), np.float32)
     for b in range(q16.shape[1]):
-        total += tensor_core(q16[:, b], levels16[:, b].T) * k.norms[:, b].astype(np.float32)
+        total += tensor_core(q16[:, b], levels16[:, b].T) * norms[:, b]
     total = (total / factor).astype(np.float32)
     if k.mean is not None:
         total += (q.astype(np.float64) @ k.mean.astype(np.float64)).astype(np.float32)[:, None]
@@ -124,7 +132,7 @@ def weighted_sums(weights: npt.NDArray[np.float32], v: Rows, dtype: npt.DTypeLik
     """
     if not isinstance(v, Tbq4Rows):
         return tensor_core(weights.astype(dtype), v)
-    w = weights[:, :, None] * v.norms.astype(np.float32)
+    w = weights[:, :, None] * _norms(v)
     factor = _factor(w, _WEIGHT_EXPONENT)
     w16, levels16 = (w * factor).astype(np.float16), levels(v.codes).astype(np.float16)
     blocks = [tensor_core(w16[:, :, b], levels16[:, b]) for b in range(w.shape[2])]

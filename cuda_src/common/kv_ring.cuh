@@ -14,24 +14,29 @@ constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127
 template <class K, class V>
 constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
 
+// An infinite norm counts as NaN: so is infinity times levels of both signs, while infinity times their sum may hide a
+// key, and an infinite weight leaves no range to the others.
+__device__ __forceinline__ float norm_of(u32 bits) {
+  const float norm = ptx::to_float(Half{static_cast<u16>(bits)});
+  return fmaf(norm, 0.f, norm);
+}
+
 // Norms of one row, as they are loaded from their plane and stored in a slot.
 template <int N>
 struct RowNorms {
   u16 bits[N];
-  __device__ __forceinline__ float get(int part) const { return ptx::to_float(Half{bits[part]}); }
+  __device__ __forceinline__ float get(int part) const { return norm_of(bits[part]); }
 };
 template <>
 struct RowNorms<2> {
   u32 bits;
-  __device__ __forceinline__ float get(int part) const {
-    return ptx::to_float(Half{static_cast<u16>(bits >> (16 * part))});
-  }
+  __device__ __forceinline__ float get(int part) const { return norm_of(bits >> (16 * part)); }
 };
 template <>
 struct RowNorms<4> {
   uint2 bits;
   __device__ __forceinline__ float get(int part) const {
-    return ptx::to_float(Half{static_cast<u16>((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)))});
+    return norm_of((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)));
   }
 };
 template <>

@@ -127,9 +127,8 @@ struct ColumnState {
 template <int N>
 struct ColumnScale {
   static constexpr float MAX_HALF = 65504.f;
-  static constexpr float MAX_PROBABILITY = 256.f;  // 2^SLACK
-  static constexpr int EXPONENT = 8;               // of the largest weight
-  static constexpr int MAX_EXPONENT = 96;          // of a factor: all norms may be 0
+  static constexpr int EXPONENT = 8;       // of the largest weight
+  static constexpr int MAX_EXPONENT = 96;  // of a factor: all norms may be 0
   float factor[N][2];
   float largest[N][2];  // of this lane's weights so far, times the factor
 
@@ -172,9 +171,6 @@ struct ColumnScale {
         float top = largest[n][c];
 #pragma unroll
         for (int bit = 4; bit < WARP; bit *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, bit));
-        // No probability is above 2^SLACK and no finite norm above MAX_HALF: what is larger comes from an infinite
-        // norm.
-        top = fminf(top, factor[n][c] * (MAX_HALF * MAX_PROBABILITY));
         const int held = static_cast<int>(__float_as_uint(factor[n][c]) >> 23) - 127;
         const int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
         const int by = top == 0.f ? 0 : min(EXPONENT - max(exponent, -MAX_EXPONENT), MAX_EXPONENT - held);

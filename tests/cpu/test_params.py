@@ -51,6 +51,7 @@ def test_the_prelude_is_stable():
     assert _jit.source(config) == "\n".join(
         (
             f"// {config!r}",
+            "#define CUATTN_TBQ4 0",
             '#include "common/types.cuh"',
             "namespace cfg {",
             "constexpr Dtype IN_DTYPE = Dtype::FP32;",

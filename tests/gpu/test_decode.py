@@ -15,7 +15,7 @@ import pytest
 import strategies
 from gpu.helpers import (
     NAN16,
-    assert_call,
+    VIEWS,
     assert_same_bits,
     busy_gpu,
     call,
@@ -31,7 +31,7 @@ from gpu.helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem
-from tolerance import assert_decode, assert_rows, expected
+from tolerance import assert_call, assert_decode, assert_rows, expected
 
 import cuattn
 
@@ -675,22 +675,6 @@ def test_a_captured_graph_follows_the_lengths_on_the_device(seqlen_q: int, num_s
 
 
 # --- Views ----------------------------------------------------------------------------------------------------------
-
-# Name: shape of the array around one of shape s, and the view of it that has shape s.
-VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "some of fused heads": (lambda s: (*s[:-2], s[-2] + 5, s[-1]), lambda x: x[..., 2:-3, :]),
-    "one of two interleaved": (lambda s: (*s[:-2], 2, *s[-2:]), lambda x: x[..., 1, :, :]),
-    "heads first": (lambda s: (*s[:-3], s[-2], s[-3], s[-1]), lambda x: x.swapaxes(-3, -2)),
-    "batch after heads": (
-        lambda s: (*s[1:-1], s[0], s[-1]),
-        lambda x: x.transpose(x.ndim - 2, *range(x.ndim - 2), x.ndim - 1),
-    ),
-    "backwards in all but the rows": (lambda s: s, lambda x: x[(slice(None, None, -1),) * (x.ndim - 1)]),
-    "every second of the batch": (lambda s: (2 * s[0], *s[1:]), lambda x: x[::2]),
-    "every third, backwards": (lambda s: (s[0], 3 * s[1], *s[2:]), lambda x: x[:, ::-3]),
-    "the first part of longer rows": (lambda s: (*s[:-1], s[-1] + 8), lambda x: x[..., :-8]),
-    "the last part of longer rows": (lambda s: (*s[:-1], s[-1] + 24), lambda x: x[..., 24:]),
-}
 
 
 @pytest.mark.parametrize("argument", ["q", "k_cache", "v_cache", "out", "all"])

@@ -1,6 +1,7 @@
 """The product's kernels on the CPU harness, with the checks, plans and parameters of a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,13 @@ def decode_arrays(
     device: _plan.Device = H200,
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
+    changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
-    `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get.
+    `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
+    of the fields of every config of decode.cu.
 
     Returns
     -------
@@ -55,8 +58,9 @@ def decode_arrays(
     for plan, params in _segments.launches(
         call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
     ):
-        build(plan.config, patches).launch(
-            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
+        config = replace(plan.config, **(changes or {}))
+        build(config, patches).launch(
+            "decode_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed, memory=readable
         )
     if parts is None:
         return out, lse

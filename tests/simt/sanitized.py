@@ -5,6 +5,7 @@ With the argument ``overrun`` a read past the end of the page table is planted, 
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from simt import product  # noqa: E402  after the path
 from strategies import DTYPES, EXACT_APPENDS, Problem  # noqa: E402
 from tolerance import assert_append, assert_blocks, assert_decode  # noqa: E402
 
+from cuattn import Tbq4Array  # noqa: E402
+
+TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, sinks=True),
     Problem(kv_len=(129,), group=8, page_size=16, values="late_max", window=(40, 3)),
@@ -21,25 +25,33 @@ PROBLEMS = (
     Problem(kv_len=(130,), group=1, head_dim=128, page_size=16),
     Problem(kv_len=(40,), seqlen_q=16, group=8, head_dim=128, values="huge"),
     Problem(kv_len=(65,), seqlen_q=2, group=2, head_dim=128, causal=False, values="equal"),
+    Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, **TBQ4, means=True, sinks=True),
+    Problem(kv_len=(131,), seqlen_q=3, group=4, head_dim=256, **TBQ4, dtype="bfloat16", values="tiny_v"),
+    Problem(kv_len=(50, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=10),
+    Problem(kv_len=(40, 2), group=3, head_dim=128, v_format="tbq4", num_sink=1, num_recent=4, means=True),
 )
 
 
-def exact_capacity(problem: Problem) -> tuple[np.ndarray, ...]:
+def exact_capacity(problem: Problem) -> tuple[Any, ...]:
     """Arrays without spare rows, so that the end of the allocation is the end of the last sequence."""
     q, k_cache, v_cache, kv_len = problem.arrays()
     if problem.page_size is None:
-        longest = max(problem.kv_len)
-        k_cache, v_cache = k_cache[:, :longest].copy(), v_cache[:, :longest].copy()
+        k_cache, v_cache = (first_tokens(x, max(problem.kv_len)) for x in (k_cache, v_cache))
     return q, k_cache, v_cache, kv_len
+
+
+def first_tokens(cache: Any, count: int) -> Any:
+    if isinstance(cache, Tbq4Array):
+        return Tbq4Array(*(x[:, :count].copy() for x in (cache.codes, cache.norms)), cache.mean)
+    return cache[:, :count].copy()
 
 
 def main() -> None:
     """Run every problem with one split and with three."""
     overrun = "overrun" in sys.argv
-    # Reads the entry of the page after the last one.
-    guarded, blind = "position < end ? pages.page(position) : 0", "pages.page(position)"
-    after = ";\n    v_offset"
-    fault = [("decode.cu", f"next_page = {guarded}{after}", f"next_page = {blind}{after}")]
+    # Reads the entries of pages after the last one.
+    guarded = "next_page = position >= first && position < end ? pages.page(position) : pages.dense_page;"
+    fault = [("common/kv_ring.cuh", guarded, "next_page = pages.page(position);")]
     for problem in PROBLEMS:
         options = problem.options()
         if "page_table" in options:

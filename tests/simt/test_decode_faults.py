@@ -1,0 +1,211 @@
+"""Faults planted in decode.cu and what it includes: each must be seen by the error law or stopped by the harness."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from simt import harness, product
+from strategies import Problem
+from tolerance import assert_call
+
+from cuattn import Tbq4Array
+
+Arrays = tuple[Any, ...]
+TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
+RAW = Problem(kv_len=(301, 420), seqlen_q=2, group=3, page_size=16, values="late_max")
+DENSE = replace(RAW, seqlen_q=1, page_size=None)
+CODES = replace(RAW, **TBQ4, means=True, sinks=True)
+# Two blocks a row.
+BLOCKS = replace(CODES, head_dim=256)
+# Values of norms from 5e-6 to 6e4, in every sequence of another kind.
+NORMS = replace(CODES, values="tiny_v", kv_len=(300, 301, 302), dtype="bfloat16")
+# A sink has some weight.
+SINKS = replace(CODES, values="normal", kv_len=(20, 420))
+KEPT = replace(CODES, num_sink=3, num_recent=7, page_size=None, seqlen_q=1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A replacement in a source, or several, and the call in which it must show.
+
+    Attributes
+    ----------
+    problem : Problem
+    patches : tuple of (file, old, new)
+    spoil : callable, optional
+        Changes the arrays of the problem.
+    changes : mapping
+        Of fields of the config.
+    num_splits : int
+    """
+
+    problem: Problem
+    patches: tuple[tuple[str, str, str], ...]
+    spoil: Callable[[Arrays], Arrays] = lambda arrays: arrays
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    num_splits: int = 1
+
+
+def in_decode(problem: Problem, old: str, new: str, **more: Any) -> Fault:
+    return Fault(problem, (("decode.cu", old, new),), **more)
+
+
+def in_common(file: str, problem: Problem, old: str, new: str, **more: Any) -> Fault:
+    return Fault(problem, ((f"common/{file}.cuh", old, new),), **more)
+
+
+def in_format(file: str, problem: Problem, old: str, new: str, **more: Any) -> Fault:
+    return Fault(problem, ((f"kv/{file}.cuh", old, new),), **more)
+
+
+def infinite_norm_of_the_newest_value(arrays: Arrays) -> Arrays:
+    """Only the last of several query tokens sees it."""
+    q, k, v, kv_len = arrays
+    norms = v.norms.copy()
+    norms[np.arange(len(kv_len)), kv_len - 1] = np.inf
+    return q, k, Tbq4Array(v.codes, norms, v.mean), kv_len
+
+
+V_IS_VISIBLE = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    __syncwarp();  // V of this step"
+K_IS_VISIBLE = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    __syncwarp();  // K of this step"
+LATE_NORMS = """static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
+              "norms reach shared memory one tile of their kind late");"""
+FAULTS = {
+    # Barriers and copies
+    "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q is in shared memory, and the table", ""),
+    "the table is read before it is written": in_decode(
+        CODES, "__syncthreads();  // q is in shared memory, and the table", ""
+    ),
+    "one warp's sums take the memory of another warp's ring": in_decode(
+        RAW, "__syncthreads();  // all warps are done with the ring, whose memory sm.o takes over", ""
+    ),
+    "the states of the warps are read before they are written": in_decode(
+        RAW, "__syncthreads();  // every warp's o, m, l are in shared memory", ""
+    ),
+    "the weights of the warps are read before they are written": in_decode(
+        RAW, "__syncthreads();  // weights are in shared memory", ""
+    ),
+    "O is rotated back before it is summed": in_decode(CODES, "__syncthreads();  // sums are in sm.o[0]", ""),
+    "V is read before it has arrived": in_decode(RAW, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
+    "K is read before it has arrived": in_decode(RAW, K_IS_VISIBLE, "__syncwarp();  // K of this step"),
+    "V in codes is read before it has arrived": in_decode(CODES, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
+    "K in codes is read before it has arrived": in_decode(CODES, K_IS_VISIBLE, "__syncwarp();  // K of this step"),
+    "norms reach shared memory in the step that reads them": in_decode(
+        replace(CODES, page_size=None), LATE_NORMS, "", changes={"num_stages": 2}
+    ),
+    "rows past the end of the sequence are copied": in_common(
+        "kv_ring", DENSE, "&& key0 + cfg::TILE_KV <= end &&", "&&"
+    ),
+    "norms past the end of the sequence are loaded": in_common(
+        "kv_ring", replace(DENSE, **TBQ4), "&& key0 + cfg::TILE_KV <= end &&", "&&"
+    ),
+    "norms in the slot of the next tile": in_common(
+        "kv_ring", CODES, "(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)", "(slot + cfg::TILE_KV * Kv::ROW_BYTES)"
+    ),
+    "a dense cache that steps over a tile": in_common("kv_ring", DENSE, "k.step();", "k.step(); k.step();"),
+    "norms that do not step": in_common(
+        "kv_ring", replace(SINKS, page_size=None), "norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token;",
+        "norms_at += 0;",
+    ),
+    # Softmax and masks
+    "the accumulators keep the old maximum": in_common("softmax", RAW, "rescale(n, c, factor);", "rescale(n, c, 1.f);"),
+    "the sum keeps the old maximum": in_common("softmax", RAW, "l[n][c] *= factor;", ""),
+    "a mask one key too wide": in_common("mask", RAW, "position + right + 1", "position + right + 2"),
+    # Norms
+    "norms are not applied to scores": in_decode(CODES, "sum[i][n][e] * norms[e / 2]", "sum[i][n][e] + 0 * norms[0]"),
+    "norms are not applied to P": in_decode(
+        CODES, "scale.factor[n][e % 2] * norms[e / 2]", "scale.factor[n][e % 2] + 0 * norms[0]"
+    ),
+    "scores take the norm of the row eight further": in_decode(
+        CODES, "sum[i][n][e] * norms[e / 2]", "sum[i][n][e] * norms[1 - e / 2]"
+    ),
+    "P takes the norm of the row eight further": in_decode(
+        CODES, "scale.factor[n][e % 2] * norms[e / 2]", "scale.factor[n][e % 2] * norms[1 - e / 2]"
+    ),
+    "every block has the norm of the first": in_common("kv_ring", BLOCKS, "bits >> (16 * part)", "bits >> (0 * part)"),
+    "the weight of a hidden row is not zeroed": in_decode(
+        replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
+        spoil=infinite_norm_of_the_newest_value,
+    ),
+    "the factor of the weights is not undone": in_decode(
+        NORMS, "multiply_o(n, c, 1.f / scale.factor[n][c]);", "multiply_o(n, c, 1.f);"
+    ),
+    "weights take no factor": in_common("softmax", NORMS, "MAX_EXPONENT - held)", "MAX_EXPONENT - held) * 0"),
+    "a new factor leaves the accumulators as they are": in_common(
+        "softmax", NORMS, "rescale_accumulators(n, c, power);", ""
+    ),
+    # Rotation and means
+    "the scale of a rotated query is not undone": in_decode(CODES, "sm.q_scale[row] * factor_of_all", "factor_of_all"),
+    "the mean of K is not in the scores": in_decode(CODES, "bias[n][e % 2]) : x", "0.f) : x"),
+    "the mean of K is that of the first head": in_decode(
+        replace(CODES, num_kv_heads=2), "p.k_mean + w.kv_head * cfg::HEAD_DIM", "p.k_mean"
+    ),
+    "the mean of V is not in the output": in_decode(CODES, "x[j] += sm.keys[row] *", "x[j] += 0.f *"),
+    "the mean of V has the weight of the sink too": in_decode(SINKS, "x[j] += sm.keys[row] *", "x[j] += 1.f *"),
+    "the mean of V is that of the first head": in_decode(
+        replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head * cfg::HEAD_DIM", "p.v_mean"
+    ),
+    "O stays in the rotated domain": in_format(
+        "tbq4", CODES, "const Signs signs(cfg::SIGNS2, cfg::SIGNS1, lane % LANES);",
+        "const Signs signs(cfg::SIGNS1, cfg::SIGNS2, lane % LANES);",
+    ),
+    # Orders that two policies must share
+    "another order of rows in K of 16 bits": in_format("raw16", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
+    "another order of rows in V of 16 bits": in_format(
+        "raw16", RAW, "row(tile_row(lane % 8 + lane / 16 * 8))", "row(lane % 8 + lane / 16 * 8)"
+    ),
+    "another order of rows in K of codes": in_format(
+        "tbq4", replace(CODES, v_format="raw16"), "offset_of_byte(tile_row(lane / 4)", "offset_of_byte(lane / 4"
+    ),
+    "another order of rows in V of codes": in_format(
+        "tbq4", replace(CODES, k_format="raw16"), "offset_of_byte(tile_row(2 * t)", "offset_of_byte(2 * t"
+    ),
+    "another order of the second rows in V of codes": in_format(
+        "tbq4", CODES, "offset_of_byte(tile_row(2 * t + 1)", "offset_of_byte(2 * t + 1"
+    ),
+    "another order of norms": Fault(
+        CODES, tuple(("decode.cu", f"norms_of<{kv}>({tile}, i * 16 + tile_row({g}));",
+                      f"norms_of<{kv}>({tile}, i * 16 + {g});")
+                     for kv, tile, g in (("K", "tile", "lane / 4"), ("V", "slot", "g")))
+    ),
+    "codes of a byte exchanged": in_format("tbq4", CODES, "byte & 15", "byte >> 4 & 15"),
+    # First and newest tokens
+    "first tokens are read from the cache too": in_decode(KEPT, "max(p.first_key, kv_len - p.last_keys)", "0"),
+    "newest tokens are read from the cache too": in_decode(KEPT, "min(p.end_key, kv_len - p.skip_last)", "p.end_key"),
+    "a ring that does not go round": in_common(
+        "paging", KEPT, "position < page_size ? position : position % page_size", "position"
+    ),
+    "a sink in every split": in_decode(
+        SINKS, "if (p.sinks != nullptr && w.split == 0)", "if (p.sinks != nullptr)", num_splits=3
+    ),
+}  # fmt: skip
+
+
+def result_of(fault: Fault, arrays: Arrays, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
+    options = fault.problem.options()
+    out, lse = product.decode_arrays(*arrays, num_splits=fault.num_splits, **choices, **options)
+    return (out[:, 0], lse[:, 0]) if fault.problem.seqlen_q == 1 else (out, lse)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_is_caught(fault: Fault) -> None:
+    """Right without the fault under four schedules; wrong, or stopped by the harness, with it under one of them."""
+    arrays = fault.spoil(fault.problem.arrays())
+    caught = []
+    for seed in range(4):
+        assert_call(arrays, fault.problem.options(), result_of(fault, arrays, seed=seed))
+        try:
+            result = result_of(fault, arrays, seed=seed, patches=fault.patches, changes=fault.changes)
+            assert_call(arrays, fault.problem.options(), result)
+        except (harness.KernelError, AssertionError) as error:
+            if "does not compile" in str(error):
+                raise
+            caught.append(error)
+    assert caught
+
+
+def test_a_ring_too_short_for_norms_that_come_late_does_not_compile() -> None:
+    with pytest.raises(harness.KernelError, match="norms reach shared memory one tile of their kind late"):
+        product.decode(CODES, changes={"num_stages": 2})

@@ -1,0 +1,127 @@
+"""Every level of every code, as decode.cu finds it in its table, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from simt import product
+
+from cuattn import Tbq4Array, _plan, _tbq4, reference
+
+TOKENS = 16
+NEWEST = {"window": (0, 0), "num_splits": 2, "merge": False}  # each query token sees its own key; parts in float32
+DEVICES = {arch: _plan.DEVICES[arch] for arch in ("sm_90a", "sm_86")}  # two strides of the table
+on_both_tables = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+def levels_of(codes: np.ndarray) -> np.ndarray:
+    """Return the float16 levels of bytes ``[..., n]``: ``[..., 2 n]``, the low nibble first."""
+    book = _tbq4.codebook(_tbq4.block_of(2 * codes.shape[-1])).astype(np.float16)
+    return book[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], -1)
+
+
+def powers(*shape: int) -> np.ndarray:
+    """Return norms that multiply without rounding."""
+    return (2.0 ** (np.arange(np.prod(shape)) % 7 - 3)).reshape(shape).astype(np.float16)
+
+
+def rotated_one_hots(head_dim: int) -> np.ndarray:
+    """Return ``[head_dim, head_dim]`` rows of +-1 in one block, whose rotation has one value that is not zero."""
+    block = _tbq4.block_of(head_dim)
+    rows = np.rint(reference.unrotate(np.eye(head_dim)) * block**0.5)
+    np.testing.assert_array_equal(np.abs(rows).sum(axis=1), block)
+    return rows.astype(np.float16)
+
+
+def codes_of_all_bytes(head_dim: int) -> np.ndarray:
+    """Return ``[sequences, TOKENS, 1, bytes]``: every 16 neighboring bytes of a row take all 256 values in 16 rows.
+
+    So each lane, which looks up a quarter of a block's bytes of a row or more, meets all of them. What a byte's place
+    in its word has to do with its value depends on the row.
+    """
+    sequence, row, byte = np.ogrid[:16, :TOKENS, : head_dim // 2]
+    return ((16 * sequence + byte % 16 + 5 * row) % 256).astype(np.uint8)[:, :, None]
+
+
+def check_scores(head_dim: int, step: int = 1, **more: Any) -> None:
+    """Compare the scores of every step-th one-hot query with levels: a level, times a float16, times a power of two."""
+    codes = codes_of_all_bytes(head_dim)
+    block = _tbq4.block_of(head_dim)
+    norms = powers(*codes.shape[:3], head_dim // block)
+    k = Tbq4Array(codes, norms)
+    v = Tbq4Array(np.zeros_like(codes), np.ones_like(norms))
+    # float16 of sqrt(block), which is what float32 makes of a rotated +-1 row.
+    hot = np.float64(np.float16(np.float32(block) * np.float32(block**-0.5)))
+    want = levels_of(codes)[:, :, 0].astype(np.float64) * hot * norms[:, :, 0].repeat(block, axis=-1)
+    for first in range(0, head_dim, 64 * step):
+        dims = slice(first, first + 64 * step, step)
+        q = np.tile(rotated_one_hots(head_dim)[dims], (len(codes), TOKENS, 1, 1))
+        # In base-2 units, so that the maximum of the softmax is the score.
+        _, states = product.decode_arrays(q, k, v, TOKENS, **NEWEST, softmax_scale=float(np.log(2)), **more)
+        np.testing.assert_array_equal(states[0, ..., 1], 1)
+        np.testing.assert_array_equal(states[0, ..., 0], want[..., dims].astype(np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@on_both_tables
+def test_scores_of_one_hot_queries_are_the_levels_of_all_bytes(head_dim: int, device: _plan.Device) -> None:
+    check_scores(head_dim, device=device)
+
+
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_scores_of_some_one_hot_queries_are_the_levels_of_several_blocks(head_dim: int) -> None:
+    check_scores(head_dim, step=head_dim // 64)
+
+
+def pairs_of_tokens() -> list[tuple[int, int]]:
+    """Return the tokens of each 16 that one operand of V pairs; see tile_row in cuda_src/common/tile16.cuh."""
+    return [(8 * half + t, 8 * half + 4 + (t ^ 1)) for half in (0, 1) for t in range(4)]
+
+
+def codes_of_all_pairs(head_dim: int) -> np.ndarray:
+    """Return ``[sequences, TOKENS, 1, bytes]`` in which two tokens that are decoded together hold all 65,536 pairs."""
+    num_bytes, pairs = head_dim // 2, pairs_of_tokens()
+    shape = (65536 // (len(pairs) * num_bytes), len(pairs), num_bytes)
+    drawn = np.random.default_rng(0).permutation(65536).reshape(shape)
+    codes = np.empty((shape[0], TOKENS, 1, num_bytes), np.uint8)
+    for i, (a, b) in enumerate(pairs):
+        codes[:, a, 0], codes[:, b, 0] = drawn[:, i] >> 8, drawn[:, i] & 255
+    return codes
+
+
+def decoded(codes: np.ndarray, norms: np.ndarray, **more: Any) -> np.ndarray:
+    """Return what out is when each of TOKENS query tokens sees one value: float32 ``[sequences, TOKENS, head_dim]``."""
+    head_dim = 2 * codes.shape[-1]
+    q = np.ones((len(codes), TOKENS, 1, head_dim), np.float16)
+    k = Tbq4Array(np.zeros_like(codes), np.ones_like(norms))
+    parts, states = product.decode_arrays(q, k, Tbq4Array(codes, norms), TOKENS, **NEWEST, **more)
+    np.testing.assert_array_equal(states[0, ..., 1], 1)
+    return parts[0, :, :, 0]
+
+
+def check_values(head_dim: int, **more: Any) -> None:
+    """Rotate out again in float64 and divide by the norm: the level in float16, and no other number, is nearest."""
+    codes = codes_of_all_pairs(head_dim)
+    block = _tbq4.block_of(head_dim)
+    norms = powers(*codes.shape[:3], head_dim // block)
+    got = reference.rotate(decoded(codes, norms, **more))
+    got /= norms[:, :, 0].repeat(block, axis=-1)
+    want = levels_of(codes)[:, :, 0]
+    assert got.astype(np.float16).tobytes() == want.tobytes()
+    # Some roundings of float32, of values below the length of a block: at most 2.
+    assert np.abs(got - want.astype(np.float64)).max() < 10 * 2.0**-24 * 2
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@on_both_tables
+def test_values_of_one_hot_weights_are_the_levels_of_all_pairs_of_bytes(head_dim: int, device: _plan.Device) -> None:
+    check_values(head_dim, device=device)
+
+
+@pytest.mark.parametrize("check", [check_scores, check_values])
+def test_one_wrong_level_for_one_lane_is_seen(check: Callable[..., None]) -> None:
+    level = "__shfl_sync(FULL_MASK, level, byte >> 4) << 16;"
+    wrong = "__shfl_sync(FULL_MASK, level, byte >> 4 ^ (byte == 0xA7 && lane == 31)) << 16;"
+    with pytest.raises(AssertionError):
+        check(64, patches=[("kv/tbq4.cuh", level, wrong)])

@@ -142,13 +142,14 @@ struct QueryFragments {
   }
 };
 
+// Parts of K whose loop is unrolled: where accumulators leave few registers, parts take turns with them.
+constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
+
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
 __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
-  // Where accumulators leave few registers, parts take turns with them.
-  constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
   RowNorms<K::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import cuattn
 from cuattn import _arrays, _nvrtc
 
+from .cases import SHORT_DTYPES
 from .timing import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from .cases import DecodeCase
+    from .cases import AppendCase, CodecCase, DecodeCase
     from .timing import Timing
 
 RESULTS = ROOT / "bench" / "results"
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 # A clock lower than before by more than this fraction has fallen.
 CLOCK_TOLERANCE = 0.03
 # Columns of nvidia-smi, and the names that they get; the driver's version comes first.
@@ -43,14 +43,15 @@ class Row:
 
     Attributes
     ----------
-    op : {"decode", "launch", "compile", "load"}
-    impl : {"cuattn", "read"}
+    op : {"decode", "launch", "compile", "load", "quantize", "dequantize", "append"}
+    impl : {"cuattn", "read", "copy", "separate"}
     dtype, kv, head_dim, q_heads, kv_heads, batch, seqlen_q, kv_len, mask
         The problem.
     us, us_p5, us_p95 : float
         Median and percentiles of one call.
     bytes, flops : int
-        Of the problem; zero where they say nothing about the time.
+        Of the problem; zero where they say nothing about the time. Of quantize, dequantize and append, bytes read and
+        written.
     roof_us : float
         Roof measured in the same run, zero if there is none.
     splits : int, optional
@@ -113,12 +114,16 @@ def row(
     """
     dtype = SHORT_DTYPES[case.dtype]
     traffic = case.traffic if op == "decode" else (0, 0)
-    paged = () if case.page_size is None else (f"page {case.page_size}",)
+    paged = [] if case.page_size is None else [f"page {case.page_size}"]
+    if case.kv != dtype:
+        paged.append(f"{case.token_bytes:g} bytes a token and KV head")
+    if case.has_kept:
+        paged.append(f"{case.num_sink} first and {case.num_recent} newest tokens kept in 16 bits")
     return Row(
         op=op,
         impl=impl,
         dtype=dtype,
-        kv=dtype,
+        kv=case.kv,
         head_dim=case.head_dim,
         q_heads=case.num_qo_heads,
         kv_heads=case.num_kv_heads,
@@ -135,6 +140,41 @@ def row(
         splits=splits,
         notes=(*paged, *notes, *(("noisy",) if timing.noisy else ())),
     )
+
+
+def _without_queries(op: str, timing: Timing, notes: Sequence[str], **fields: Any) -> Row:  # noqa: ANN401  as in Row
+    values: dict[str, Any] = {"op": op, "q_heads": 0, "mask": "full", "flops": 0, **fields}
+    values |= {"us": timing.us, "us_p5": timing.us_p5, "us_p95": timing.us_p95}
+    return Row(**values, notes=(*notes, *(("noisy",) if timing.noisy else ())))
+
+
+def codec_row(
+    case: CodecCase, timing: Timing, *, impl: str = "cuattn", roof_us: float = 0.0, notes: Sequence[str] = ()
+) -> Row:
+    """Put a row of quantize or dequantize together; its tokens are in kv_len."""
+    return _without_queries(
+        case.op, timing, (*(("with mean",) if case.has_mean else ()), *notes), impl=impl, roof_us=roof_us,
+        dtype=SHORT_DTYPES[case.dtype], kv="tbq4", head_dim=case.head_dim, kv_heads=case.num_kv_heads, batch=1,
+        seqlen_q=0, kv_len=case.tokens, bytes=case.bytes,
+    )  # fmt: skip
+
+
+def append_row(
+    case: AppendCase,
+    timing: Timing,
+    *,
+    capacity: int,
+    impl: str = "cuattn",
+    roof_us: float = 0.0,
+    notes: Sequence[str] = (),
+) -> Row:
+    """Put a row of append together; its new tokens are in seqlen_q, what a cache holds in kv_len."""
+    dtype = SHORT_DTYPES[case.dtype]
+    return _without_queries(
+        "append", timing, notes, impl=impl, roof_us=roof_us, dtype=dtype,
+        kv=dtype if case.formats == "raw16" else case.formats, head_dim=case.head_dim, kv_heads=case.num_kv_heads,
+        batch=case.batch, seqlen_q=case.seqlen_new, kv_len=capacity, bytes=case.bytes,
+    )  # fmt: skip
 
 
 _HEADINGS = (
@@ -170,7 +210,7 @@ def _cells(line: Row) -> tuple[str, ...]:
         bandwidth,
         roof,
         "" if line.splits is None else str(line.splits),
-        "; ".join((line.dtype, *line.notes)),
+        "; ".join((line.dtype, *(() if line.kv == line.dtype else (f"kv {line.kv}",)), *line.notes)),
     )
 
 
@@ -305,7 +345,7 @@ def heading(env: dict[str, Any]) -> str:
     return (
         f"cuattn {env['cuattn']} ({env['commit'][:12]}, {clean})  {env['gpu']}, {env['num_sms']} SMs, {clock}{copy}\n"
         f"driver {env['driver']}  CUDA {env['cuda']}  NVRTC {env['nvrtc']}  CuPy {env['cupy']}  {env['date']}\n"
-        "median [p5 p95]; inputs rotate past L2, CUDA-graph replay; roof: reading the same bytes in the same run"
+        "median [p5 p95]; inputs rotate past L2, CUDA-graph replay; roof: as many bytes read or copied in the same run"
     )
 
 

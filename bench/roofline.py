@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .timing import Sampling, Timing
 
-_SOURCE = Path(__file__).resolve().parent / "read.cu"
+_FOLDER = Path(__file__).resolve().parent
 # Loads of 16 bytes that a thread has in flight: with four a thread needs 32 registers or fewer, so that an SM holds
 # 2048 of them and has 128 KB in flight, several times what it needs.
 _UNROLL = 4
@@ -37,26 +37,54 @@ def decode_traffic(problem: _plan.DecodeProblem) -> tuple[int, int]:
     return problem.kv_bytes, problem.flops
 
 
-def compile_reader(arch: str) -> _nvrtc.Compiled:
-    """Compile read.cu for an architecture."""
-    source = f"constexpr int UNROLL = {_UNROLL};\n{_SOURCE.read_text()}"
-    return _nvrtc.compile_cubin(source, name=_SOURCE.name, arch=arch, include=_jit.CUDA_SRC)
+def compile_roof(name: str, arch: str) -> _nvrtc.Compiled:
+    """Compile read.cu or copy.cu for an architecture."""
+    path = _FOLDER / f"{name}.cu"
+    source = f"constexpr int UNROLL = {_UNROLL};\n{path.read_text()}"
+    return _nvrtc.compile_cubin(source, name=path.name, arch=arch, include=_jit.CUDA_SRC)
 
 
-class Reader:
-    """The kernel of read.cu on the current device."""
+class _Roof:
+    """A kernel of this folder on the current device, in any of the launch shapes."""
+
+    name: str
 
     def __init__(self) -> None:
         cupy = _arrays.import_cupy()
         self._device = _arrays.device(cupy.cuda.Device().id)
-        compiled = compile_reader(self._device.arch)
-        self._sink = cupy.zeros(1, cupy.uint32)
+        compiled = compile_roof(self.name, self._device.arch)
         # CuPy loads a cubin when the function is first needed, here for its number of registers.
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "read.cubin"
+            path = Path(folder) / f"{self.name}.cubin"
             path.write_bytes(compiled.cubin)
-            self._function = cupy.RawModule(path=str(path)).get_function("read_kernel")
+            self._function = cupy.RawModule(path=str(path)).get_function(f"{self.name}_kernel")
             self.registers = self._function.num_regs
+
+    def _grid(self, nbytes: int, threads: int, blocks_per_sm: int | None) -> tuple[int]:
+        if blocks_per_sm is None:
+            return (max(1, _plan.ceil_div(nbytes, threads * _UNROLL * 16)),)
+        return (blocks_per_sm * self._device.num_sms,)
+
+    @staticmethod
+    def _fastest(calls: Callable[..., Sequence[Callable[[], None]]], sampling: Sampling) -> tuple[Timing, str]:
+        """Time calls in the launch shape that is fastest for them."""
+
+        def time(shape: tuple[int, int | None], sampling: Sampling) -> Timing:
+            return timing.replayed(calls(*shape), sampling)
+
+        threads, blocks = fastest = min(SHAPES, key=lambda shape: time(shape, timing.QUICK).us)
+        found = time(fastest, sampling)
+        return found, f"{threads} threads, {'one pass' if blocks is None else f'{blocks} blocks an SM'}"
+
+
+class Reader(_Roof):
+    """The kernel of read.cu."""
+
+    name = "read"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sink = _arrays.import_cupy().zeros(1, np.uint32)
 
     def call(self, array: Array, threads: int = 256, blocks_per_sm: int | None = None) -> Callable[[], None]:
         """Return a read of an array on the then current stream.
@@ -75,13 +103,9 @@ class Reader:
         callable
             With its arguments made already, so that its time on the host is that of a bare launch.
         """
-        if blocks_per_sm is None:
-            blocks = max(1, _plan.ceil_div(array.nbytes, threads * _UNROLL * 16))
-        else:
-            blocks = blocks_per_sm * self._device.num_sms
         words = np.uint64(array.nbytes // 16)
         args = (np.uint64(array.data.ptr), words, np.uint32(0x9E3779B9), np.uint64(self._sink.data.ptr))
-        return partial(self._function, (blocks,), (threads,), args)
+        return partial(self._function, self._grid(array.nbytes, threads, blocks_per_sm), (threads,), args)
 
     def roof(self, arrays: Sequence[Array], sampling: Sampling) -> tuple[Timing, str]:
         """Time the fastest read of arrays in rotation.
@@ -98,13 +122,25 @@ class Reader:
         note : str
             Launch shape.
         """
+        return self._fastest(lambda *shape: [self.call(array, *shape) for array in arrays], sampling)
 
-        def time(shape: tuple[int, int | None], sampling: Sampling) -> Timing:
-            return timing.replayed([self.call(array, *shape) for array in arrays], sampling)
 
-        threads, blocks = fastest = min(SHAPES, key=lambda shape: time(shape, timing.QUICK).us)
-        found = time(fastest, sampling)
-        return found, f"{threads} threads, {'one pass' if blocks is None else f'{blocks} blocks an SM'}"
+class Copier(_Roof):
+    """The kernel of copy.cu."""
+
+    name = "copy"
+
+    def call(
+        self, source: Array, target: Array, threads: int = 256, blocks_per_sm: int | None = None
+    ) -> Callable[[], None]:
+        """Return a copy on the then current stream, of arrays as `Reader.call` takes them."""
+        args = (np.uint64(source.data.ptr), np.uint64(source.nbytes // 16), np.uint64(target.data.ptr))
+        return partial(self._function, self._grid(source.nbytes, threads, blocks_per_sm), (threads,), args)
+
+    def roof(self, sources: Sequence[Array], targets: Sequence[Array], sampling: Sampling) -> tuple[Timing, str]:
+        """Time the fastest copy of `sources` to `targets` in rotation; see `Reader.roof`."""
+        pairs = list(zip(sources, targets, strict=True))
+        return self._fastest(lambda *shape: [self.call(*pair, *shape) for pair in pairs], sampling)
 
 
 def copy_bandwidth(sampling: Sampling) -> float:

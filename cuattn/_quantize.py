@@ -130,8 +130,8 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
         codes = cupy.empty((*x.shape[:-1], x.shape[-1] // 2), np.uint8)
         norms = cupy.empty((*x.shape[:-1], x.shape[-1] // block), np.float16)
         clamped = cupy.zeros(1, np.int32)
-        mean = None if mean is None else cupy.ascontiguousarray(mean)
-        _launch(quantize_config(x), x, quantize_params(x, codes, norms, clamped, mean))
+        mean = None if mean is None else _for_loads(mean)
+        _launch(x, quantize_params(x, codes, norms, clamped, mean), encode=True, with_mean=mean is not None)
         if strict and int(clamped[0]):
             raise ValueError(
                 f"x must have norms of at most {_tbq4.MAX_NORM:.0f} per block, {int(clamped[0])} are larger"
@@ -171,8 +171,8 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     cupy = _arrays.import_cupy()
     with cupy.cuda.Device(t.codes.device.id):
         out = cupy.empty(t.shape, wanted)
-        mean = None if t.mean is None else cupy.ascontiguousarray(t.mean)
-        _launch(dequantize_config(out), out, dequantize_params(t.codes, t.norms, out, mean))
+        mean = None if t.mean is None else _for_loads(t.mean)
+        _launch(out, dequantize_params(t.codes, t.norms, out, mean), encode=False, with_mean=mean is not None)
     return out
 
 
@@ -233,23 +233,26 @@ def _with_mean(encoded: reference.Quantized, mean: Array | None) -> tuple[Array,
     return encoded.codes, encoded.norms, mean, encoded.clamped
 
 
-def _launch(config: _plan.QuantizeConfig, rows: Array, params: np.ndarray[Any, Any]) -> None:
+def _for_loads(mean: Array) -> Array:
+    """Return `mean` as the kernels want it: contiguous, at a multiple of 16 bytes."""
+    mean = _arrays.import_cupy().ascontiguousarray(mean)
+    return mean.copy() if mean.data.ptr % 16 else mean
+
+
+def _launch(rows: Array, params: np.ndarray[Any, Any], *, encode: bool, with_mean: bool) -> None:
     if rows.size == 0:
         return
     ordinal = rows.device.id
     device = _arrays.device(ordinal)
-    grid = config.grid(rows.size // _tbq4.block_of(config.head_dim), device)
+    config = config_of(rows, device, encode=encode, with_mean=with_mean)
+    grid = config.grid(rows.size // config.block, device)
     _jit.kernel(config, ordinal, device.arch).launch(grid, (config.num_warps * _plan.WARP, 1, 1), params)
 
 
-def quantize_config(x: Array) -> _plan.QuantizeConfig:
-    """Config of quantize.cu for rows `x`."""
-    return _plan.QuantizeConfig(_plan.Dtype(_arrays.dtype_name(x)), x.shape[-1], encode=True)
-
-
-def dequantize_config(out: Array) -> _plan.QuantizeConfig:
-    """Config of dequantize.cu for a result `out`."""
-    return _plan.QuantizeConfig(_plan.Dtype(_arrays.dtype_name(out)), out.shape[-1], encode=False)
+def config_of(rows: Array, device: _plan.Device, *, encode: bool, with_mean: bool) -> _plan.QuantizeConfig:
+    """Config of quantize.cu for `rows`, or of dequantize.cu for a result like `rows`."""
+    dtype = _plan.Dtype(_arrays.dtype_name(rows))
+    return _plan.codec_config(dtype, rows.shape[-1], device, encode=encode, with_mean=with_mean)
 
 
 def _strides(name: str, array: Array) -> dict[str, int]:

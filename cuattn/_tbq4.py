@@ -95,6 +95,63 @@ def rotation_constants(block: int) -> dict[str, object]:
     }
 
 
+NUM_CELLS = 128
+# Of a block of 128: the closest boundaries are .94 cells apart, and no boundary is within .24 of the edge of a cell.
+_CELLS_PER_UNIT = 41.375
+
+
+def cells_per_unit(block: int) -> np.float32:
+    """Return how many cells of the encoder's search table there are in a unit; cell NUM_CELLS / 2 has 0 in its middle.
+
+    The cells reach from -1.5 to 1.5 and farther, so that every value of a unit vector has one.
+    """
+    return np.float32(_CELLS_PER_UNIT / _scale(block))
+
+
+def cells(block: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+    """Return the search table of the encoder.
+
+    Returns
+    -------
+    offsets : array of float32, shape (2, NUM_CELLS)
+        Minus the boundary inside of each cell: a value is below it where the sum is negative. Never -0, so that the sum
+        of a value on the boundary is +0. 2 where there is no boundary, which no value is below. In the second row a
+        value on the boundary is below: there stands the next float32.
+    codes : array of uint32
+        The code of a value that is not below.
+    """
+    boundaries = midpoints(block)
+    places = np.floor(boundaries * np.float64(cells_per_unit(block)) + 0.5).astype(int) + NUM_CELLS // 2
+    codes = np.searchsorted(places, np.arange(NUM_CELLS), side="right")
+    offsets = np.full((2, NUM_CELLS), 2, np.float32)
+    offsets[:, places] = 0 - boundaries, -np.nextafter(boundaries, np.float32(1))
+    return offsets, codes.astype(np.uint32)
+
+
+def min_square() -> float:
+    """Return the largest float32 whose square root is at most MIN_NORM: blocks of that sum of squares are zero."""
+    square = np.float32(np.float32(MIN_NORM) ** 2)
+    while np.sqrt(np.nextafter(square, np.float32(1))) <= np.float32(MIN_NORM):
+        square = np.nextafter(square, np.float32(1))
+    while np.sqrt(square) > np.float32(MIN_NORM):
+        square = np.nextafter(square, np.float32(0))
+    return float(square)
+
+
+SQUARE_BITS = 30
+
+
+def square_terms(block: int) -> tuple[int, ...]:
+    """Return the squares of the 8 magnitudes of levels, largest first, as a polynomial in the bits of their index.
+
+    Term m is the coefficient of the product of the bits set in m, in units of 2^-30 and modulo 2^32; the square of
+    index i is the sum of the terms whose bits are all set in i.
+    """
+    squares = np.rint(np.square(codebook(block)[:8].astype(np.float64)) * 2**SQUARE_BITS).astype(np.int64)
+    signs = [[(-1) ** (m ^ i).bit_count() * ((m & i) == i) for i in range(8)] for m in range(8)]
+    return tuple(int(term) % 2**32 for term in np.array(signs) @ squares)
+
+
 def block_bytes(block: int) -> int:
     """Return the bytes of an interchange block: the norm, then two codes a byte."""
     return NORM_BYTES + block // 2

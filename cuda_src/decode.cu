@@ -147,13 +147,15 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
+  // Where accumulators leave few registers, parts take turns with them.
+  constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
   RowNorms<K::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
     row_norms[i][0] = norms_of<K>(tile, i * 16 + tile_row(lane / 4));
     row_norms[i][1] = norms_of<K>(tile, i * 16 + tile_row(lane / 4) + 8);
   }
-#pragma unroll
+#pragma unroll PARTS_AT_ONCE
   for (int part = 0; part < K::PARTS; ++part) {
     typename K::Keys keys[KEY_BLOCKS];
     float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
@@ -274,13 +276,10 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
   }
 }
 
-__device__ __forceinline__ void load_queries(const DecodeParams& p, const Work& w, Smem& sm) {
-  const auto address = [&](int row) {
-    return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
-  };
-  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
-  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS,
-                   [&](int row) { return row < w.num_rows ? address(row) : nullptr; });
+// The address of a row of Q, null for those that pad a tile.
+__device__ __forceinline__ const u8* query(const DecodeParams& p, const Work& w, int row) {
+  if (row >= w.num_rows) return nullptr;
+  return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
 }
 
 // Scores in log2 units from raw ones.
@@ -427,20 +426,20 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
   const u8* table = reinterpret_cast<const u8*>(p.page_table);
   const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
                         p.page_table_stride_page, p.page_size, w.batch, table == nullptr && w.end <= p.page_size};
-  return Loader<K, V>(Stream<K>(p.k + w.kv_head * p.k_stride_head, p.k_stride_page, p.k_stride_token,
-                                p.k_norms + w.kv_head * p.k_norms_stride_head, p.k_norms_stride_page,
-                                p.k_norms_stride_token, ring, lane),
-                      Stream<V>(p.v + w.kv_head * p.v_stride_head, p.v_stride_page, p.v_stride_token,
-                                p.v_norms + w.kv_head * p.v_norms_stride_head, p.v_norms_stride_page,
-                                p.v_norms_stride_token, ring + SLOT_BYTES<K>, lane),
-                      pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
+  return Loader<K, V>(p, pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
 }
 
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   Work w = find_rows(p);
-  const int length = given_length(p, w);  // on its way while Q is
-  if constexpr (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
+  const int length = given_length(p, w);  // on its way, as Q is, while the table is filled
+  const auto row_of_q = [&](int row) { return query(p, w, row); };
+  const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
+  if constexpr (K::NORMS > 0) {
+    K::fill_table(sm.table);
+  } else {
+    V::fill_table(sm.table);
+  }
   find_keys(p, length, w);
   if (w.begin == w.end && w.split > 0) {
     // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
@@ -460,12 +459,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       loader.load_v(lane);
     }
   }
-  if constexpr (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
-  if constexpr (K::NORMS > 0) {
-    K::fill_table(sm.table);
-  } else {
-    V::fill_table(sm.table);
-  }
+  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
+  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS, row_of_q, query_part);
   __syncthreads();  // q is in shared memory, and the table
   QueryFragments queries;
   queries.keep(sm.q, lane);

@@ -2,62 +2,336 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   enough for all SMs, or fewer      block  NUM_WARPS * 32
-//   warp   four blocks of BLOCK values at a time, eight lanes each, until none is left
+//   warp   tiles of sixteen blocks of BLOCK values, until none is left
 //
-// Row r of x is [dim0, dim1, heads] index r; a row has HEAD_DIM / BLOCK blocks. float32 throughout.
+// Row r of x is [dim0, dim1, heads] index r; a row has HEAD_DIM / BLOCK blocks.
+//
+// Lane 4g + t reads elements 32c + 8t .. + 7 of blocks g and g + 8. It has their results 64h + 16t .. + 15, eight bytes
+// of codes: bit 5 of the index takes the place of bit 3, as operands and results of an MMA may have different bits.
 #include "common/params.cuh"
 #include "common/ptx.cuh"
 #include "kv/tbq4_codec.cuh"
+#include "kv/tbq4_tile.cuh"
 
 namespace {
 
 using In = ElemOf<cfg::IN_DTYPE>::type;
+// What is compiled for float32 elements too, and never used there.
+using Pair16 = ElemOf<cfg::IN_DTYPE == Dtype::FP32 ? Dtype::FP16 : cfg::IN_DTYPE>::type;
+using tbq4::CHUNKS;
+using tbq4::PER_LANE;
+using tbq4::STEPS;
 
-constexpr u32 BLOCKS_PER_ROW = cfg::HEAD_DIM / cfg::BLOCK;
-constexpr u32 BLOCKS_PER_WARP = WARP / tbq4::LANES;
+// 16-bit elements are operands as they are. float32, and what is left of an element without the mean, is two tf32.
+constexpr bool IS_OPERAND = sizeof(In) == 2 && !cfg::WITH_MEAN;
+constexpr int LOADS = CHUNKS * static_cast<int>(sizeof(In)) / 2;  // of 16 bytes of a block in a lane
+// Elements of B operands. With 1/16 the squares of results overflow where those of x do, or later.
+constexpr float UNIT = IS_OPERAND ? 1.f / 16.f : 1.f;
+constexpr float SCALE = cfg::ROOT / UNIT;
+constexpr float MAX_FLOAT = 3.402823466e38f;
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
-// Element j of 16 bytes.
-template <class Elem>
-__device__ __forceinline__ float element(const u32 (&words)[4], int j, Elem) {
-  return ptx::to_float(Elem{static_cast<u16>(words[j / 2] >> (j % 2 * 16))});
-}
-__device__ __forceinline__ float element(const u32 (&words)[4], int j, float) { return __uint_as_float(words[j]); }
+struct Tables {
+  tbq4::Cells cells;
+  uint4 results[STEPS][4];  // of each four results of lanes t: the address of a table of cells, by their signs
+  uint4 flipped[4];         // codes of lanes t that are those of -u
+  // First signs. Of 16-bit elements: bits to flip in a chunk of lanes t. Else in B operands, two for each lane.
+  uint4 first[IS_OPERAND ? CHUNKS : STEPS][IS_OPERAND ? 4 : WARP];
+};
+using Stage = uint4[2 * LOADS][WARP];  // the next input of a warp
+static_assert(sizeof(Tables) + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
+              "plan and kernel disagree on shared memory");
 
-// VALUES neighboring elements, 16 bytes at a time.
-__device__ __forceinline__ void load(float (&x)[tbq4::VALUES], const u8* source) {
-  constexpr int PER_LOAD = 16 / sizeof(In);
-#pragma unroll
-  for (int i = 0; i < tbq4::VALUES / PER_LOAD; ++i) {
-    const uint4 raw = reinterpret_cast<const uint4*>(source)[i];
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < PER_LOAD; ++j) x[i * PER_LOAD + j] = element(words, j, In{});
+// The sign bits of two neighboring 16-bit elements.
+__device__ __forceinline__ u32 sign_pair(u32 in) {
+  return tbq4::is_negative(cfg::SIGNS1, in, 0) << 15 | tbq4::is_negative(cfg::SIGNS1, in + 1, 0) << 31;
+}
+// Element k of the B operand of m16n8k8 for input 64h + 32k + 8t + j: the stages of bits 5, 4 and 3.
+__device__ __forceinline__ u32 float_operand(u32 h, u32 k, u32 j, u32 lane) {
+  const u32 in = 64 * h + 32 * k + 8 * (lane % 4) + j;
+  return 0x3f800000u | tbq4::is_negative(cfg::SIGNS1, in, lane / 4 * 8) << 31;
+}
+
+__device__ __forceinline__ void fill(Tables& tables) {
+  constexpr u32 THREADS = cfg::NUM_WARPS * WARP;
+  tables.cells.fill(threadIdx.x, THREADS);
+  for (u32 i = threadIdx.x; i < STEPS * 4; i += THREADS) {
+    const u32 step = i / 4, t = i % 4, out = step / 4 * 64 + t * 16 + step % 4 * 4;
+    const auto table = [&](u32 j) {
+      return ptx::smem_addr(tbq4::is_negative(cfg::SIGNS2, out + j, 0) ? tables.cells.down : tables.cells.up);
+    };
+    tables.results[step][t] = make_uint4(table(0), table(1), table(2), table(3));
+  }
+  if (threadIdx.x < 4) {
+    const auto word = [](u32 i) {
+      u32 flipped = 0;
+      for (u32 j = 0; j < 8; ++j) {
+        flipped |= 15 * tbq4::is_negative(cfg::SIGNS2, i / 2 * 64 + threadIdx.x * 16 + i % 2 * 8 + j, 0) << 4 * j;
+      }
+      return flipped;
+    };
+    tables.flipped[threadIdx.x] = make_uint4(word(0), word(1), word(2), word(3));
+  }
+  if constexpr (IS_OPERAND) {
+    for (u32 i = threadIdx.x; i < CHUNKS * 4; i += THREADS) {
+      tables.first[i / 4][i % 4] =
+          make_uint4(sign_pair(8 * i), sign_pair(8 * i + 2), sign_pair(8 * i + 4), sign_pair(8 * i + 6));
+    }
+  } else {
+    for (u32 i = threadIdx.x; i < STEPS * WARP; i += THREADS) {
+      const u32 lane = i % WARP, h = i / WARP / 4, j = i / WARP % 4 * 2;
+      tables.first[i / WARP][lane] = make_uint4(float_operand(h, 0, j, lane), float_operand(h, 1, j, lane),
+                                                float_operand(h, 0, j + 1, lane), float_operand(h, 1, j + 1, lane));
+    }
   }
 }
 
-__device__ __forceinline__ void quantize(const QuantizeParams& p, tbq4::Squares& squares) {
-  const u32 lane = threadIdx.x % WARP, sub = lane % tbq4::LANES;
-  tbq4::fill(squares, cfg::NUM_WARPS * WARP);
-  __syncthreads();  // the table is there
-  const tbq4::Signs signs(cfg::SIGNS1, cfg::SIGNS2, sub);
+// Where block `at` begins.
+__device__ __forceinline__ i64 offset_of(const QuantizeParams& p, const tbq4::Place& at) {
+  return at.i0 * p.x_stride_dim0 + at.i1 * p.x_stride_dim1 + at.head * p.x_stride_head +
+         static_cast<i64>(at.part * cfg::BLOCK * sizeof(In));
+}
 
-  const u32 num_blocks = static_cast<u32>(p.num_rows) * BLOCKS_PER_ROW;
-  const u32 step = gridDim.x * cfg::NUM_WARPS * BLOCKS_PER_WARP;
-  for (u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * BLOCKS_PER_WARP; first < num_blocks;
-       first += step) {
-    const tbq4::Place<BLOCKS_PER_ROW> at(first, num_blocks, lane, p.heads, p.dim1);
+// Element i of 16-byte loads.
+template <class Elem>
+__device__ __forceinline__ float element(const uint4 (&loads)[LOADS], int i, Elem) {
+  return ptx::to_float(Elem{static_cast<u16>(tbq4::word_of(loads[i / 8], i % 8 / 2) >> i % 2 * 16)});
+}
+__device__ __forceinline__ float element(const uint4 (&loads)[LOADS], int i, float) {
+  return __uint_as_float(tbq4::word_of(loads[i / 4], i % 4));
+}
 
-    float x[tbq4::VALUES];
-    load(x, p.x + at.i0 * p.x_stride_dim0 + at.i1 * p.x_stride_dim1 + at.head * p.x_stride_head + at.dim * sizeof(In));
-    if (p.mean != nullptr) {
+// Where the blocks of a tile are.
+struct Source {
+  const u8* x;
+  i64 offset;          // of block lane % 16; past the end the last block is repeated
+  u32 mean_offset[2];  // of this lane's first elements of blocks g and g + 8
+
+  __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
+                                    u32 lane) {
+    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), shape);
+    x = p.x;
+    offset = offset_of(p, at);
+    const u32 mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
 #pragma unroll
-      for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(p.mean + at.head * cfg::HEAD_DIM + at.dim + j);
+    for (int r = 0; r < 2; ++r) {
+      mean_offset[r] =
+          cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, static_cast<int>(lane / 4) + 8 * r) + lane % 4 * 8 : 0;
     }
-    const tbq4::Encoded block = tbq4::encode(x, signs, squares);
-    if (!at.inside) continue;
-    u8* codes = p.codes + static_cast<i64>(at.row) * (cfg::HEAD_DIM / 2) + at.dim / 2;
-    tbq4::store(block, sub, codes, p.norms + at.block, p.clamped);
+  }
+};
+
+// What a lane reads. It goes through shared memory, so that it is on its way while the tile before is encoded, and
+// takes no registers until then. Lanes copy successive pieces of a block, whole lines; every second row of a stage has
+// its halves of 64 bytes exchanged, so that a line is stored to all banks at once.
+struct Input {
+  uint4 raw[2][LOADS];
+
+  static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
+    constexpr u32 PIECES = 4 * LOADS;          // of a block
+    constexpr u32 PER_CHUNK = sizeof(In) / 2;  // neighboring pieces of one lane
+#pragma unroll
+    for (int copy = 0; copy < 2 * LOADS; ++copy) {
+      const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
+      const u32 t = piece / PER_CHUNK % 4, load = piece / (4 * PER_CHUNK) * PER_CHUNK + piece % PER_CHUNK;
+      const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
+      ptx::cp_async16(&stage[block / 8 * LOADS + load][place(block % 8 * 4 + t, load)], source.x + offset + piece * 16,
+                      true);
+    }
+    ptx::cp_async_commit();
+  }
+  static __device__ __forceinline__ u32 place(u32 lane, u32 load) { return lane ^ load % 2 * 4; }
+
+  __device__ __forceinline__ Input(const Stage& stage, u32 lane) {
+    ptx::cp_async_wait<0>();
+    __syncwarp();  // what all lanes have copied is there
+#pragma unroll
+    for (int i = 0; i < 2 * LOADS; ++i) raw[i / LOADS][i % LOADS] = stage[i][place(lane, i % LOADS)];
+  }
+
+  // Elements 32c + 8t .. + 7 of block r, without the mean.
+  __device__ __forceinline__ void chunk(float (&values)[8], int r, int c, const float* mean,
+                                        const Source& source) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = element(raw[r], 8 * c + j, In{});
+    if constexpr (cfg::WITH_MEAN) {
+      const float4* m = reinterpret_cast<const float4*>(mean + source.mean_offset[r] + 32 * c);
+      const float4 low = __ldg(m), high = __ldg(m + 1);
+      const float means[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[j] -= means[j];
+    }
+  }
+};
+
+// Sum over the four lanes of a block, the same in each.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(FULL_MASK, x, 1);
+  return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+// y <- UNIT H s1 x of 16-bit elements. One MMA for the stages of bits 5, 4, 3 and 0, two operands for the values of bit
+// 3 of the result; products and their sums are exact but for elements of very different size.
+template <class Elem>
+__device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
+                                                const Tables& tables, u32 lane) {
+  const auto operand = [lane](u32 k, u32 bit3) {
+    const u32 in = 32 * k + 8 * (lane % 4), out = lane / 8 * 16 + 8 * bit3 + lane / 4 % 2;
+    constexpr u32 SIXTEENTHS = cfg::IN_DTYPE == Dtype::BF16 ? 0x3d803d80 : 0x2c002c00;
+    return SIXTEENTHS | (__popc(in & out) & 1) << 15 | (__popc((in + 1) & out) & 1) << 31;
+  };
+  const u32 operands[2][2] = {{operand(0, 0), operand(1, 0)}, {operand(0, 1), operand(1, 1)}};
+#pragma unroll
+  for (int h = 0; h < STEPS / 4; ++h) {
+    const uint4 low = tables.first[2 * h][lane % 4], high = tables.first[2 * h + 1][lane % 4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const u32 a[4] = {tbq4::word_of(x.raw[0][2 * h], q) ^ tbq4::word_of(low, q),
+                        tbq4::word_of(x.raw[1][2 * h], q) ^ tbq4::word_of(low, q),
+                        tbq4::word_of(x.raw[0][2 * h + 1], q) ^ tbq4::word_of(high, q),
+                        tbq4::word_of(x.raw[1][2 * h + 1], q) ^ tbq4::word_of(high, q)};
+#pragma unroll
+      for (int bit3 = 0; bit3 < 2; ++bit3) {
+        float d[4] = {};
+        ptx::mma_m16n8k16<Elem>(d, a, operands[bit3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * bit3 + 2 * q + i % 2] = d[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    tbq4::butterflies<0b10110>(y[r]);
+    // H only turns x and makes it longer, and y needs no conversion to be squared.
+    float squares[2] = {};
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) squares[i % 2] += y[r][i] * y[r][i];
+    sums[r] = quad_sum(squares[0] + squares[1]) * (1.f / (UNIT * UNIT * cfg::BLOCK));
+  }
+}
+
+// y <- H s1 x of float32 values, to about 2^-22. One MMA for the stages of bits 5, 4 and 3.
+__device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
+                                              const Source& source, const float* mean, const Tables& tables, u32 lane) {
+  sums[0] = sums[1] = 0.f;
+#pragma unroll
+  for (int h = 0; h < STEPS / 4; ++h) {
+    float values[4][8];  // in the order of an A operand
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x.chunk(values[i], i % 2, 2 * h + i / 2, mean, source);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[i % 2] += values[i][j] * values[i][j];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const uint4 b = tables.first[4 * h + j / 2][lane];
+      const u32 operand[2] = {j % 2 != 0 ? b.z : b.x, j % 2 != 0 ? b.w : b.y};
+      u32 high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        high[i] = __float_as_uint(values[i][j]) & 0xffffe000u;  // what a tf32 has
+        low[i] = __float_as_uint(values[i][j] - __uint_as_float(high[i]));
+      }
+      float d[4] = {};
+      ptx::mma_m16n8k8_tf32(d, high, operand);
+      ptx::mma_m16n8k8_tf32(d, low, operand);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * (i % 2) + j] = d[i];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    tbq4::butterflies<0b10111>(y[r]);
+    sums[r] = quad_sum(sums[r]);
+  }
+}
+
+// The rules for a block whose sum of squares is not finite: it has the codes of 0 if its values are, and of NaN if not.
+__device__ __forceinline__ void encode_overflow(u32 (&codes)[PER_LANE / 8], float& sum, u32 block,
+                                                const QuantizeParams& p, const tbq4::Rows& shape, u32 t) {
+  const tbq4::Place at(block, shape);
+  const In* x = reinterpret_cast<const In*>(p.x + offset_of(p, at));
+  float zeros = 0.f, magnitudes = 0.f;  // NaN where a value is infinite or NaN; infinite or NaN
+#pragma unroll 1
+  for (u32 i = t; i < cfg::BLOCK; i += 4) {
+    float value = ptx::to_float(x[i]);
+    if constexpr (cfg::WITH_MEAN) value -= __ldg(p.mean + at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK + i);
+    zeros += value * 0.f;
+    magnitudes += fabsf(value);
+  }
+  const bool finite = quad_sum(zeros) == 0.f;
+  magnitudes = quad_sum(magnitudes);
+  if (sum <= MAX_FLOAT) return;
+  // Squares of sums may have been NaN where the squares of x are not.
+  sum = finite ? __uint_as_float(0x7f800000u) : magnitudes;
+#pragma unroll
+  for (int i = 0; i < PER_LANE / 8; ++i) codes[i] = finite ? 0x88888888u : 0xffffffffu;
+}
+
+__device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables, Stage* stages) {
+  fill(tables);
+  __syncthreads();  // the tables are there
+  const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  const tbq4::Rows shape(p.heads, p.dim1);
+  const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;
+  const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
+  u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
+  if (first >= num_blocks) return;
+  Source source(p, shape, first, num_blocks, lane);
+  Stage& stage = stages[threadIdx.x / WARP];
+  Input::prefetch(source, stage, lane);
+  for (; first < num_blocks; first += step) {
+    float y[2][PER_LANE], sums[2];
+    const Input x(stage, lane);
+    if constexpr (IS_OPERAND) {
+      rotate_operands<Pair16>(y, sums, x, tables, lane);
+    } else {
+      rotate_floats(y, sums, x, source, p.mean, tables, lane);
+    }
+    __syncwarp();  // all lanes have read the stage
+    if (first + step < num_blocks) {
+      source = Source(p, shape, first + step, num_blocks, lane);
+      Input::prefetch(source, stage, lane);
+    }
+
+    const float scales[2] = {SCALE * tbq4::inverse_norm(sums[0]), SCALE * tbq4::inverse_norm(sums[1])};
+    const uint4 flipped = tables.flipped[t];
+    u32 codes[2][PER_LANE / 8];
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 8; ++i) {
+      const uint4 low = tables.results[2 * i][t], high = tables.results[2 * i + 1][t];
+      const u32 cells[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float u[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) u[j] = y[r][8 * i + j];
+        codes[r][i] = tbq4::eight_codes(u, scales[r], cells) ^ tbq4::word_of(flipped, i);
+      }
+    }
+    const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
+    if (__any_sync(FULL_MASK, !(sums[0] <= MAX_FLOAT && sums[1] <= MAX_FLOAT))) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, shape, t);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 block = first + g + 8 * r;
+      if (block >= num_blocks) continue;
+      u8* target = p.codes + static_cast<i64>(block) * (cfg::BLOCK / 2) + 8 * t;
+#pragma unroll
+      for (int h = 0; h < STEPS / 4; ++h) {
+        *reinterpret_cast<uint2*>(target + 32 * h) = make_uint2(codes[r][2 * h], codes[r][2 * h + 1]);
+      }
+    }
+    // Lane t = 0 has the norm of block g, and lane t = 1 that of block g + 8.
+    const u32 block = first + g + 8 * t;
+    if (t < 2 && block < num_blocks) {
+      p.norms[block] = tbq4::stored_norm(t != 0 ? sums[1] : sums[0], t != 0 ? lengths[1] : lengths[0], p.clamped);
+    }
   }
 }
 
@@ -65,5 +339,6 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, tbq4::Squares&
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  quantize(p, *reinterpret_cast<tbq4::Squares*>(ptx::dynamic_smem()));
+  u8* smem = ptx::dynamic_smem();
+  quantize(p, *reinterpret_cast<Tables*>(smem), reinterpret_cast<Stage*>(smem + sizeof(Tables)));
 }

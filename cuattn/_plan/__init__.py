@@ -25,7 +25,7 @@ from cuattn._plan.base import (
     align,
     ceil_div,
 )
-from cuattn._plan.codec import QuantizeConfig
+from cuattn._plan.codec import QuantizeConfig, codec_config
 from cuattn._plan.decode import (
     DecodeConfig,
     DecodePlan,
@@ -43,7 +43,8 @@ __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
     "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype",
     "KvFormat", "MergeConfig", "Parts", "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div",
-    "choose_splits", "config_of", "decode_config", "decode_plan", "decode_tiles", "merge_config", "shipped_configs",
+    "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles", "merge_config",
+    "shipped_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
@@ -56,5 +57,6 @@ def shipped_configs(device: Device) -> list[Config]:
         for formats in product(KvFormat, KvFormat):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
     configs += [c for head_dim in HEAD_DIMS for dtype in Dtype for c in merge_configs(head_dim, dtype)]
-    configs += [QuantizeConfig(d, h, encode) for d in Dtype for h in _tbq4.HEAD_DIMS for encode in (True, False)]
+    for dtype, head_dim, encode, with_mean in product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True)):
+        configs.append(codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean))
     return configs + append_configs()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cuattn import _params, _tbq4
 from cuattn._device import Device
 from cuattn._kinds import Dtype, KvFormat
-from cuattn._plan.base import HEAD_DIMS, WARP, ceil_div
-from cuattn._plan.codec import codec_constants
+from cuattn._plan.base import HEAD_DIMS, ceil_div
+from cuattn._plan.codec import encoder_constants
 
 # A warp holds so many pieces of rows, eight lanes each.
 _PIECES_PER_WARP = 4
@@ -44,8 +44,8 @@ class AppendConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: the encoder's table of 8 squares of levels, with a copy for each lane."""
-        return 8 * WARP * 4 if self.encodes else 0
+        """Dynamic shared memory: the encoder's two tables of cells, of 8 bytes each."""
+        return 2 * _tbq4.NUM_CELLS * 8 if self.encodes else 0
 
     def grid(self, num_rows: int, device: Device) -> tuple[int, int, int]:
         """CTAs of a launch over `num_rows` rows of K and as many of V: what the device holds at once, or fewer."""
@@ -73,7 +73,8 @@ class AppendConfig:
             "CTAS_PER_SM": self.ctas_per_sm,
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.APPEND.itemsize,
-            **codec_constants(block),
+            **_tbq4.rotation_constants(block),
+            **encoder_constants(block),
         }
 
 

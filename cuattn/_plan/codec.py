@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from cuattn import _params, _tbq4
-from cuattn._device import Device
+from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeConfig:
-    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``: dtype of the rows, head_dim, warps, CTAs."""
+    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``."""
 
     dtype: Dtype
     head_dim: int
     encode: bool
-    # A thread keeps 32 signs and 16 values: 170 registers for each of twelve warps.
+    with_mean: bool
+    ctas_per_sm: int
     num_warps: int = 4
-    ctas_per_sm: int = 3
 
     @property
     def kernel(self) -> str:
@@ -29,14 +27,28 @@ class QuantizeConfig:
         return "quantize" if self.encode else "dequantize"
 
     @property
+    def block(self) -> int:
+        """Values that share a norm."""
+        return _tbq4.block_of(self.head_dim)
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: a table of 8 squares of levels, or of 16 levels, with a copy for each lane."""
-        return (8 if self.encode else 16) * WARP * 4
+        """Dynamic shared memory: 256 entries of 8 bytes, and for every 16 values of a block its signs and operands.
+
+        The entries of the encoder are two tables of cells, those of the decoder two levels for each byte. Signs of
+        results, and signs of 16-bit elements that are operands themselves, are for each of four lanes, operands for
+        each of 32. Each warp of the encoder has a stage for its next 16 blocks.
+        """
+        is_operand = self.encode and self.dtype is not Dtype.FP32 and not self.with_mean
+        first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP
+        flipped = 4 if self.encode else 0
+        stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
+        return 256 * 8 + 16 * (self.block // 16 * 4 + flipped + first) + stages
 
     @property
     def blocks_per_cta(self) -> int:
-        """Blocks of values of one CTA: a warp holds four, eight lanes each."""
-        return 4 * self.num_warps
+        """Blocks of values of one CTA: a warp has 16."""
+        return 16 * self.num_warps
 
     def grid(self, num_blocks: int, device: Device) -> tuple[int, int, int]:
         """CTAs of a launch over `num_blocks` blocks of values: what the device holds at once, or fewer."""
@@ -48,25 +60,38 @@ class QuantizeConfig:
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        levels = _tbq4.codebook(_tbq4.block_of(self.head_dim))[8:]
-        ends: dict[str, object] = (
-            {"IN_DTYPE": self.dtype} if self.encode else {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, levels))}
-        )
-        return {
-            **ends,
+        return (self._encoder() if self.encode else self._decoder()) | {
+            "WITH_MEAN": self.with_mean,
             "HEAD_DIM": self.head_dim,
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
+            "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": (_params.QUANTIZE if self.encode else _params.DEQUANTIZE).itemsize,
-            **codec_constants(_tbq4.block_of(self.head_dim)),
+            **_tbq4.rotation_constants(self.block),
         }
 
+    def _encoder(self) -> dict[str, object]:
+        return {"IN_DTYPE": self.dtype, **encoder_constants(self.block)}
 
-def codec_constants(block: int) -> dict[str, object]:
+    def _decoder(self) -> dict[str, object]:
+        return {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, _tbq4.codebook(self.block)[8:]))}
+
+
+def codec_config(dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool) -> QuantizeConfig:
+    """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device."""
+    # A lane has 64 values. The encoder can do with 128 registers if there is no mean: then 16 warps share an SM.
+    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=4 if encode and not with_mean else 3)
+    return replace(config, ctas_per_sm=min(config.ctas_per_sm, device.smem_per_sm // (config.smem_bytes + KIB)))
+
+
+def encoder_constants(block: int) -> dict[str, object]:
     """Values of ``namespace cfg`` that kv/tbq4_codec.cuh needs for blocks of 64 or 128 values."""
+    offsets, codes = _tbq4.cells(block)
     return {
-        **_tbq4.rotation_constants(block),
-        "MIN_NORM": _tbq4.MIN_NORM,
-        "LEVELS_SQUARED": tuple(map(float, np.square(_tbq4.codebook(block)[8:]))),
-        "BOUNDARIES": tuple(map(float, _tbq4.midpoints(block)[8:])),
+        "MIN_SQUARE": _tbq4.min_square(),
+        "CELLS_PER_UNIT": float(_tbq4.cells_per_unit(block)),
+        "CELL_OFFSETS_UP": tuple(map(float, offsets[0])),
+        "CELL_OFFSETS_DOWN": tuple(map(float, offsets[1])),
+        "CELL_CODES": tuple(map(int, codes)),
+        "SQUARE_TERMS": _tbq4.square_terms(block),
     }

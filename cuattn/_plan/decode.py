@@ -122,7 +122,7 @@ class DecodeConfig:
 
     @property
     def warps_below(self) -> int:
-        """Warps whose rings lie below the table: all but one at most, for the ring above is never without an element."""
+        """Warps whose rings lie below the table: all but one at most, as an array above has at least one element."""
         return min(self.num_warps - 1, max(0, self.lead_bytes - _SYSTEM_BYTES) // self._ring_bytes)
 
     @property
@@ -211,16 +211,15 @@ _DECODE_SMALL = {
     (256, 2): DecodeTile(16, 2, 4),
     (512, 1): DecodeTile(16, 2, 2),
 }
-# TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little.
+# TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little. Decoding takes registers, too: with
+# more than 64 for accumulators a thread would spill, but at head_dim 64 and 512.
 _TBQ4_LARGE = {
-    (64, 1): DecodeTile(32, 8, 8, 256),
-    (64, 2): DecodeTile(32, 8, 8, 256),
+    (64, 1): DecodeTile(32, 6, 12, 256),
+    (64, 2): DecodeTile(32, 6, 8, 256),
     (64, 4): DecodeTile(16, 8, 8, 256),
-    (128, 1): DecodeTile(32, 4, 8, 256),
+    (128, 1): DecodeTile(32, 4, 12, 256),
     (128, 2): DecodeTile(32, 4, 8, 256),
-    (128, 4): DecodeTile(16, 6, 8, 256),
-    (256, 1): DecodeTile(16, 4, 8, 256),
-    (256, 2): DecodeTile(16, 4, 8, 256),
+    (256, 1): DecodeTile(32, 4, 8, 256),
     (512, 1): DecodeTile(16, 4, 4, 256),
 }
 _TBQ4_SMALL = {
@@ -229,9 +228,7 @@ _TBQ4_SMALL = {
     (64, 4): DecodeTile(16, 8, 4, 128),
     (128, 1): DecodeTile(32, 6, 4, 128),
     (128, 2): DecodeTile(32, 6, 4, 128),
-    (128, 4): DecodeTile(16, 6, 4, 128),
     (256, 1): DecodeTile(16, 6, 4, 128),
-    (256, 2): DecodeTile(16, 6, 4, 128),
     (512, 1): DecodeTile(16, 4, 2, 128),
 }
 # One of K and V in TBQ4, the other in 16 bits: a pair of tiles is 2.5 times as large.
@@ -400,6 +397,9 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     best = max(busy(s) for s in range(1, limit + 1))
     splits = next(s for s in range(1, limit + 1) if busy(s) >= 0.95 * best)
     rounds = ceil_div(splits * ctas, device.num_sms)
+    if config.uses_tbq4:
+        # Bound by the SMs rather than by memory: the last few percent of them count.
+        splits = max(splits, min(limit, rounds * device.num_sms // ctas))
     return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy over {rounds} a SM"
 
 

@@ -6,6 +6,7 @@
 #ifndef CUATTN_COMMON_KV_RING_CUH
 #define CUATTN_COMMON_KV_RING_CUH
 #include "common/paging.cuh"
+#include "common/params.cuh"
 #include "common/ptx.cuh"
 
 template <class Kv>
@@ -53,74 +54,75 @@ __device__ __forceinline__ RowNorms<Kv::NORMS> norms_of(const u8* tile, int row)
   }
 }
 
-// The rows of K or of V of one KV head: where they lie in global memory, and the norms of the tile before, which wait
-// in registers for this one.
-template <class Kv>
+// The rows of K (`IS_K`) or of V of this CTA's KV head: where they lie in global memory, and the norms of the tile
+// before, which wait in registers for this one. Addresses are made from the parameters where they are needed: few are,
+// and a thread has no registers to spare.
+template <class Kv, bool IS_K>
 struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
+  // Whole rows in a copy of the warp: successive copies of a lane are a fixed number of rows apart.
+  static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
   using Norms = RowNorms<Kv::NORMS>;
-  const u8* rows;
-  const u8* norms;
-  i64 page, token, norms_page, norms_token;  // strides
-  const u8* at;                              // of this lane's first copy in the next tile of a dense cache
-  const u8* norms_at;                        // of the norms of this lane's row there
-  int copy_row, copy_offset;                 // of this lane's first copy in a tile
+  const DecodeParams& p;
+  const u8* at;        // of this lane's first copy in the next tile
+  const u8* norms_at;  // of the norms of this lane's row there
   Norms waiting;
   u8* waiting_slot;
 
-  __device__ __forceinline__ Stream(const u8* rows_of_head, i64 stride_page, i64 stride_token, const u8* norms_of_head,
-                                    i64 norms_stride_page, i64 norms_stride_token, u8* first_slot, int lane)
-      : rows(rows_of_head),
-        norms(norms_of_head),
-        page(stride_page),
-        token(stride_token),
-        norms_page(norms_stride_page),
-        norms_token(norms_stride_token),
-        copy_row(lane / Kv::CHUNKS),
-        copy_offset(lane % Kv::CHUNKS * 16),
-        waiting{},
-        waiting_slot(first_slot) {}
+  __device__ __forceinline__ Stream(const DecodeParams& params, u8* first_slot)
+      : p(params), at(nullptr), norms_at(nullptr), waiting{}, waiting_slot(first_slot) {}
 
-  // Points at the tile whose first row is token `slot` of page `in_page`.
-  __device__ __forceinline__ void point(int in_page, int slot, int lane) {
-    at = rows + in_page * page + (slot + copy_row) * token + copy_offset;
-    if constexpr (Kv::NORMS > 0) {
-      norms_at = norms + in_page * norms_page + (slot + lane % cfg::TILE_KV) * norms_token;
-    }
+  __device__ __forceinline__ i64 token() const { return IS_K ? p.k_stride_token : p.v_stride_token; }
+  __device__ __forceinline__ i64 norms_token() const { return IS_K ? p.k_norms_stride_token : p.v_norms_stride_token; }
+  // Row, and its norms, in token `slot` of page `page`.
+  __device__ __forceinline__ const u8* row(int page, int slot) const {
+    return (IS_K ? p.k : p.v) + blockIdx.y * (IS_K ? p.k_stride_head : p.v_stride_head) +
+           page * (IS_K ? p.k_stride_page : p.v_stride_page) + slot * token();
+  }
+  __device__ __forceinline__ const u8* norms(int page, int slot) const {
+    return (IS_K ? p.k_norms : p.v_norms) + blockIdx.y * (IS_K ? p.k_norms_stride_head : p.v_norms_stride_head) +
+           page * (IS_K ? p.k_norms_stride_page : p.v_norms_stride_page) + slot * norms_token();
+  }
+
+  // Points at the tile whose first row is token `slot` of page `page`.
+  __device__ __forceinline__ void point(int page, int slot, int lane) {
+    at = WHOLE_ROWS ? row(page, slot + lane / Kv::CHUNKS) + lane % Kv::CHUNKS * 16 : row(page, slot);
+    if constexpr (Kv::NORMS > 0) norms_at = norms(page, slot + lane % cfg::TILE_KV);
   }
   __device__ __forceinline__ void step() {
-    at += cfg::NUM_WARPS * cfg::TILE_KV * token;
-    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token;
+    at += cfg::NUM_WARPS * cfg::TILE_KV * token();
+    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
   }
 
   // A whole tile inside of a page.
-  __device__ __forceinline__ void copy(u8* slot) const {
-    constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS > 0 ? WARP / Kv::CHUNKS : 1;
-    const u8* source = at;
+  __device__ __forceinline__ void copy(u8* slot, int lane) const {
+    if constexpr (WHOLE_ROWS) {
+      constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
+      const u8* source = at;
 #pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-      if constexpr (Kv::CHUNKS <= WARP) {
-        ptx::cp_async16(slot + Kv::offset(i * ROWS_AT_ONCE + copy_row, copy_offset / 16), source, true);
-        source += ROWS_AT_ONCE * token;
-      } else {
-        constexpr int PER_ROW = Kv::CHUNKS / WARP;
-        ptx::cp_async16(slot + Kv::offset(i / PER_ROW, i % PER_ROW * WARP + copy_offset / 16),
-                        source + i % PER_ROW * WARP * 16, true);
-        if (i % PER_ROW == PER_ROW - 1) source += token;
+      for (int i = 0; i < COPIES; ++i) {
+        ptx::cp_async16(slot + Kv::offset(i * ROWS_AT_ONCE + lane / Kv::CHUNKS, lane % Kv::CHUNKS), source, true);
+        source += ROWS_AT_ONCE * token();
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int row = (i * WARP + lane) / Kv::CHUNKS, chunk = (i * WARP + lane) % Kv::CHUNKS;
+        ptx::cp_async16(slot + Kv::offset(row, chunk), at + row * token() + chunk * 16, true);
       }
     }
   }
   // Any tile; a lane knows page and slot of its row, and whether there is one.
   __device__ __forceinline__ void copy(u8* slot, int row_page, int row_slot, bool row_valid, int lane) const {
-    const i64 row_offset = row_page * page + row_slot * token;
+    const i64 address = reinterpret_cast<i64>(row(row_page, row_slot));
     const u32 valid_rows = __ballot_sync(FULL_MASK, row_valid);
 #pragma unroll
     for (int i = 0; i < COPIES; ++i) {
       const int index = i * WARP + lane;
-      const int row = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
-      const i64 offset = __shfl_sync(FULL_MASK, row_offset, row);
+      const int from = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
+      const u8* source = reinterpret_cast<const u8*>(__shfl_sync(FULL_MASK, address, from));
       // Rows that are not there are written as zeros: 0 * NaN in P V would show what lies there.
-      ptx::cp_async16(slot + Kv::offset(row, chunk), rows + offset + chunk * 16, (valid_rows >> row & 1) != 0);
+      ptx::cp_async16(slot + Kv::offset(from, chunk), source + chunk * 16, (valid_rows >> from & 1) != 0);
     }
   }
 
@@ -140,8 +142,8 @@ struct Stream {
 // Fills the ring of one warp, whose tiles are every NUM_WARPS-th of those from `begin` on.
 template <class K, class V>
 struct Loader {
-  Stream<K> k;
-  Stream<V> v;
+  Stream<K, true> k;
+  Stream<V, false> v;
   PageTable pages;
   u8* ring;
   u8* slot;
@@ -151,10 +153,10 @@ struct Loader {
   int page, row_slot;     // of this lane's row in the V tile that follows, unless the tile is `whole`
   bool whole, row_valid;  // whether that tile is all valid and inside of a page; whether this lane's row is valid
 
-  __device__ __forceinline__ Loader(Stream<K> keys, Stream<V> values, PageTable table, u8* warp_ring, int first_key,
-                                    int end_key, int begin, int lane)
-      : k(keys),
-        v(values),
+  __device__ __forceinline__ Loader(const DecodeParams& p, PageTable table, u8* warp_ring, int first_key, int end_key,
+                                    int begin, int lane)
+      : k(p, warp_ring),
+        v(p, warp_ring + SLOT_BYTES<K>),
         pages(table),
         ring(warp_ring),
         slot(warp_ring),
@@ -186,24 +188,24 @@ struct Loader {
     whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
-      k.copy(slot);
+      k.copy(slot, lane);
       k.load_norms(slot, k.norms_at, true, lane);
     } else {
       page = next_page;
       row_slot = row_valid ? pages.slot(position) : 0;
       if (key0 < end) k.copy(slot, page, row_slot, row_valid, lane);
-      k.load_norms(slot, k.norms + page * k.norms_page + row_slot * k.norms_token, row_valid, lane);
+      k.load_norms(slot, k.norms(page, row_slot), row_valid, lane);
     }
     ptx::cp_async_commit();
     slot = next_slot<K>(slot, ring);
   }
   __device__ __forceinline__ void load_v(int lane) {
     if (whole) {
-      v.copy(slot);
+      v.copy(slot, lane);
       v.load_norms(slot, v.norms_at, true, lane);
     } else {
       if (key0 < end) v.copy(slot, page, row_slot, row_valid, lane);
-      v.load_norms(slot, v.norms + page * v.norms_page + row_slot * v.norms_token, row_valid, lane);
+      v.load_norms(slot, v.norms(page, row_slot), row_valid, lane);
     }
     ptx::cp_async_commit();
     slot = next_slot<V>(slot, ring);

@@ -37,6 +37,14 @@ __device__ __forceinline__ void mma_m16n8k16<Bfloat16>(float (&d)[4], const u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// PTX ISA: mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32, of floats whose lowest 13 bits are not looked at. d as
+// above; a[0] row g, k t; a[1] row g+8; a[2], a[3] the same rows, k t+4;  b[0] column g, k t; b[1] k t+4.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // PTX ISA: ldmatrix.sync.aligned.m8n8.{x2,x4}{.trans}.shared.b16. Lanes 8i..8i+7 give the rows of matrix i.
 __device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
@@ -86,18 +94,30 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   return v;
 }
 
-// PTX ISA: ld.shared.b32 from an address in the shared window, of data that does not change while its address can be
-// known: not volatile, so that the compiler may move it.
+// PTX ISA: ld.shared.b32, ld.shared.v2.b32, of a table: it may move like arithmetic, but not over the barrier behind
+// which it is whole, as its address comes from later data.
 __device__ __forceinline__ u32 ld_shared(u32 address) {
-  u32 r;
-  asm("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));
-  return r;
+  u32 v;
+  asm("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
+  uint2 v;
+  asm("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
 
 // The value itself, which the compiler then keeps in a register rather than compute it anew for each use.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
+}
+
+// PTX ISA: lop3.b32; the bits of `a` where `mask` is set, else those of `b`.
+__device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
 }
 
 // PTX ISA: prmt.b32.

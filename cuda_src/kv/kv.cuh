@@ -8,7 +8,8 @@
 //   NORMS                   float16 norms of a row in a plane of their own; 0: none
 //   PARTS                   blocks of head_dim with an accumulator or a P of their own
 //   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too
-//   store_queries, restore_rows   Q into a shared tile, O out of one
+//   fetch_queries, store_queries  Q on its way, and in a shared tile
+//   restore_rows            O from shared memory
 //   fill_table              what its operands look up
 //   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part
 //   dim(mb, g, upper)       head_dim of the rows of V's operands

@@ -193,31 +193,51 @@ struct Rows {
     return x;
   }
 
+  // A lane's part of a row of Q, on its way from global memory.
+  struct QueryPart {
+    uint4 raw[VALUES / 8];
+
+    __device__ __forceinline__ QueryPart(const u8* row, int dim) {
+#pragma unroll
+      for (int i = 0; i < VALUES / 8; ++i) {
+        raw[i] = row == nullptr ? make_uint4(0, 0, 0, 0) : ptx::ld_global_nc_v4(row + (dim + 8 * i) * 2);
+      }
+    }
+  };
+  // What this thread needs first for store_queries. source(row) is the address of a row, null for zeros.
+  template <class Source>
+  static __device__ __forceinline__ QueryPart fetch_queries(int rows, Source source) {
+    const int first = threadIdx.x / WARP * BLOCKS_AT_ONCE;
+    const RowPlace<PARTS> at(first, threadIdx.x % WARP);
+    return QueryPart(first < rows * PARTS ? source(at.row) : nullptr, at.dim);
+  }
+
   // Rotates `rows` rows of Q and stores them as fp16 in a shared tile, scaled by a power of two, so that neither large
-  // nor small ones leave fp16's range. source(row) is the address of a row, null for zeros. scale[row] undoes the
-  // scaling in the scores; bias[row] is q . mean.
+  // nor small ones leave fp16's range. scale[row] undoes the scaling in the scores; bias[row] is q . mean.
   template <class Source>
   static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, const float* mean, int rows,
-                                                       Source source) {
+                                                       Source source, QueryPart part) {
     const int lane = threadIdx.x % WARP;
+    constexpr int STEP = cfg::NUM_WARPS * BLOCKS_AT_ONCE;
     const Signs signs(cfg::SIGNS1, cfg::SIGNS2, lane % LANES);
-    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS;
-         first += cfg::NUM_WARPS * BLOCKS_AT_ONCE) {
+#pragma unroll 1
+    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS; first += STEP) {
       const RowPlace<PARTS> at(first, lane);
-      const u8* row = source(at.row);
       float x[VALUES];
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < VALUES / 8; ++i) {
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (row != nullptr) raw = ptx::ld_global_nc_v4(row + (at.dim + 8 * i) * 2);
-        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+        const u32 words[4] = {part.raw[i].x, part.raw[i].y, part.raw[i].z, part.raw[i].w};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float value = ptx::to_float(Elem{static_cast<u16>(words[j / 2] >> (j % 2 * 16))});
           if (mean != nullptr) dot += value * __ldg(mean + at.dim + 8 * i + j);
           x[8 * i + j] = value * signs.first[8 * i + j];
         }
+      }
+      if (first + STEP < rows * PARTS) {
+        const RowPlace<PARTS> next(first + STEP, lane);
+        part = QueryPart(source(next.row), next.dim);
       }
       hadamard(x, signs);
       float largest = 0.f;

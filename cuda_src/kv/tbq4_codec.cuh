@@ -1,8 +1,13 @@
-// kv/tbq4_codec.cuh -- encode and decode of one TBQ4 block: rotation, 16 levels, norm. docs/tbq4.md.
+// kv/tbq4_codec.cuh -- from rotated values to codes and a stored norm, and the encoder of one TBQ4 block. docs/tbq4.md.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Levels and boundaries are printed into the prelude from cuattn/_tbq4.py; levels are odd-symmetric, so that
-// cfg::LEVELS and cfg::BOUNDARIES hold the positive halves.
+// The search is a table: the line of u is cut into equal cells of which none holds two boundaries, so that a value is
+// compared with the one boundary of its cell. Cells, signs and squares are printed into the prelude from
+// cuattn/_tbq4.py.
+//
+// `encode` has eight neighboring lanes for a block: lane `sub` of them values sub * VALUES .. sub * VALUES + VALUES
+// - 1. So the first butterflies stay inside of a lane and three go through shuffles. kv/tbq4_tile.cuh has sixteen
+// blocks for a warp, and tensor cores.
 #ifndef CUATTN_KV_TBQ4_CODEC_CUH
 #define CUATTN_KV_TBQ4_CODEC_CUH
 #include "common/ptx.cuh"
@@ -10,106 +15,128 @@
 
 namespace tbq4 {
 
-constexpr int CODE_BYTES = VALUES / 2;  // of one lane
-constexpr u16 MAX_HALF = 0x7bff;        // 65504
-constexpr u16 QUIET_NAN = 0x7e00;       // the one NaN of the format
+// ---- search, packing, norm ----
 
-// Where a lane works: rows are [dim0, dim1, heads], a row has PER_ROW blocks, a warp takes the four blocks from `first`
-// on.
-template <u32 PER_ROW>
-struct Place {
-  u32 block, row, part;  // part: which block of the row
-  u32 dim;               // first value of this lane in the row
-  u32 head, i1, i0;
-  bool inside;  // lanes past the end repeat a block, for the shuffles' sake, and write nothing
+constexpr int NUM_CELLS = sizeof(cfg::CELL_CODES) / sizeof(u32);
+static_assert((NUM_CELLS & (NUM_CELLS - 1)) == 0, "a mask keeps the index of a cell inside of the table");
 
-  __device__ __forceinline__ Place(u32 first, u32 num_blocks, u32 lane, u32 heads, u32 dim1) {
-    inside = first + lane / LANES < num_blocks;
-    block = inside ? first + lane / LANES : first;
-    row = block / PER_ROW;
-    part = block % PER_ROW;
-    dim = part * cfg::BLOCK + lane % LANES * VALUES;
-    head = row % heads;
-    i1 = row / heads % dim1;
-    i0 = row / heads / dim1;
+// Two tables in shared memory, the first aligned to its size. x: minus the boundary in the cell, as float bits, y: the
+// code of values that are not below it. The 16 cells around 0, where most values lie, are in different banks.
+//
+// The first table gives a value on a boundary the code above, so that +0 and -0 have code 8: the rule. With the second
+// it has the code below. The code of u is 15 minus the one that -u has there: signs that the format asks for behind H
+// need no multiplication.
+struct Cells {
+  uint2 up[NUM_CELLS], down[NUM_CELLS];
+
+  __device__ __forceinline__ void fill(u32 thread, u32 threads) {
+    for (u32 i = thread; i < NUM_CELLS; i += threads) {
+      up[i] = make_uint2(__float_as_uint(cfg::CELL_OFFSETS_UP[i]), cfg::CELL_CODES[i]);
+      down[i] = make_uint2(__float_as_uint(cfg::CELL_OFFSETS_DOWN[i]), cfg::CELL_CODES[i]);
+    }
   }
 };
 
-// Index 0..7 of the level of |u|. A value on a boundary belongs to the level above it: for u < 0 that is the smaller
-// magnitude, so that one less in the bits makes "at least" into "above". -0 is not below 0; NaN has the largest index.
-__device__ __forceinline__ u32 magnitude_index(float u) {
-  const u32 magnitude = (__float_as_uint(u) & 0x7fffffffu) - (u < 0.f ? 1u : 0u);
-  const auto at_least = [magnitude](float boundary) { return magnitude >= __float_as_uint(boundary); };
-  const bool high = at_least(cfg::BOUNDARIES[3]);
-  const bool middle = at_least(high ? cfg::BOUNDARIES[5] : cfg::BOUNDARIES[1]);
-  const float upper = middle ? cfg::BOUNDARIES[6] : cfg::BOUNDARIES[4];
-  const float lower = middle ? cfg::BOUNDARIES[2] : cfg::BOUNDARIES[0];
-  return (high ? 4 : 0) + (middle ? 2 : 0) + (at_least(high ? upper : lower) ? 1 : 0);
+static_assert(sizeof(Cells) == 2 * sizeof(uint2) * NUM_CELLS, "an offset in a table is added by `or`");
+
+// Codes of eight values u[j] * scale, element j in bits 4j .. 4j + 3, each by a table at this address. NaN has any
+// code.
+__device__ __forceinline__ u32 eight_codes(const float (&u)[8], float scale, const u32 (&tables)[8]) {
+  constexpr u32 CELL_BYTES = sizeof(uint2);
+  // An ulp of 2^20 .. 2^21 is 1/8, so that the low bits of the sum are the byte offset of a cell and three bits of the
+  // place in it. Cell NUM_CELLS / 2 has 0 in its middle.
+  constexpr float ORIGIN = 1048576.f + NUM_CELLS / 2 + .5f;
+  const float cells_per_u = scale * cfg::CELLS_PER_UNIT;
+  u32 codes = 0;
+#pragma unroll
+  for (int j = 7; j >= 0; --j) {
+    const u32 offset = __float_as_uint(fmaf(u[j], cells_per_u, ORIGIN)) & (NUM_CELLS - 1) * CELL_BYTES;
+    const uint2 cell = ptx::ld_shared_v2(tables[j] | offset);
+    // One rounding: the sign is exact, and +0 where they are equal, as no offset is -0.
+    const float above = fmaf(u[j], scale, __uint_as_float(cell.x));
+    codes = codes * 16 + cell.y + static_cast<u32>(__float_as_int(above) >> 31);  // -1 if below
+  }
+  return codes;
 }
 
-// The code of a value whose magnitude has `index`.
-__device__ __forceinline__ u32 code_of(float u, u32 index) { return u < 0.f ? 7 - index : 8 + index; }
-
-// What encoding looks up, in shared memory: squares of the levels, a copy for each lane, so that no two lanes meet in a
-// bank.
-using Squares = float[8][WARP];
-
-// All threads of the block fill it together; a barrier must follow.
-__device__ __forceinline__ void fill(Squares& squares, u32 num_threads) {
-  for (u32 i = threadIdx.x; i < 8 * WARP; i += num_threads) squares[i / WARP][i % WARP] = cfg::LEVELS_SQUARED[i / WARP];
+// Swaps the bits of `a` in ~mask with those of `b` in mask, `shift` lower.
+__device__ __forceinline__ void swap_bits(u32& a, u32& b, int shift, u32 mask) {
+  const u32 low = ptx::select_bits(a, b << shift, mask), high = ptx::select_bits(a >> shift, b, mask);
+  a = low;
+  b = high;
 }
 
-// A block as its lanes hold it: the codes of their own values, and all of them the norm.
-struct Encoded {
-  u32 codes[CODE_BYTES / 4];
-  u16 norm;      // float16
-  bool clamped;  // whether the norm was too large for float16
+// Sum of the squares of the levels of 8 * WORDS codes. It is linear in the products of the bits of the codes, so that
+// counting bits does for 32 codes what a table would do for one. Exact but for the squares, which are multiples of
+// 2^-30.
+template <int WORDS>
+__device__ __forceinline__ float squared_length(const u32 (&codes)[WORDS]) {
+  static_assert(WORDS <= 4, "four words have a bit plane each");
+  u32 plane[4] = {};
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) plane[i] = codes[i];
+  swap_bits(plane[0], plane[2], 2, 0x33333333u);
+  swap_bits(plane[1], plane[3], 2, 0x33333333u);
+  swap_bits(plane[0], plane[1], 1, 0x55555555u);
+  swap_bits(plane[2], plane[3], 1, 0x55555555u);
+  // The upper half of the codes is reflected to the lower half: 0 is the level of the largest magnitude in both, and
+  // where there is no code.
+  const u32 b0 = plane[0] ^ plane[3], b1 = plane[1] ^ plane[3], b2 = plane[2] ^ plane[3];
+  const u32 products[7] = {b0, b1, b0 & b1, b2, b0 & b2, b1 & b2, b0 & b1 & b2};
+  u32 sum = 8 * WORDS * cfg::SQUARE_TERMS[0];
+#pragma unroll
+  for (int i = 0; i < 7; ++i) sum += cfg::SQUARE_TERMS[i + 1] * static_cast<u32>(__popc(products[i]));
+  return static_cast<float>(sum) * 0x1p-30f;
+}
+
+// 1 / norm of a block with this sum of squares, or 0.
+__device__ __forceinline__ float inverse_norm(float sum) { return sum > cfg::MIN_SQUARE ? rsqrtf(sum) : 0.f; }
+
+// The float16 that gives the decoded block the norm of the row, as bits; a norm that is clamped is counted
+// unless there is no counter.
+__device__ __forceinline__ u16 stored_norm(float sum, float squared_length, int* clamped) {
+  constexpr u16 MAX_HALF = 0x7bff;   // 65504
+  constexpr u16 QUIET_NAN = 0x7e00;  // the one NaN of the format
+  const float stored = sqrtf(sum) / sqrtf(squared_length);
+  if (stored != stored) return QUIET_NAN;
+  const u16 half = static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
+  if (half <= MAX_HALF || stored == __uint_as_float(0x7f800000u)) return half;
+  if (clamped != nullptr) atomicAdd(clamped, 1);
+  return MAX_HALF;
+}
+
+// ---- a block in eight lanes ----
+
+constexpr int CODE_BYTES = VALUES / 2;  // of one lane
+
+// What `encode` gives, besides the codes: the arguments of stored_norm, the same in the eight lanes.
+struct Norms {
+  float sum, squared_length;
 };
 
-// Encodes the block that eight lanes hold in x, which is used up; the whole warp calls it together.
-__device__ __forceinline__ Encoded encode(float (&x)[VALUES], const Signs& signs, const Squares& squares) {
-  const u32 lane = threadIdx.x % WARP;
+// Codes of a block whose values are x; x is lost. All lanes of the warp take part.
+__device__ __forceinline__ Norms encode(u32 (&codes)[CODE_BYTES / 4], float (&x)[VALUES], const Signs& signs,
+                                        const Cells& cells) {
   float sum = 0.f;
 #pragma unroll
   for (int j = 0; j < VALUES; ++j) sum += x[j] * x[j];
-  const float norm = sqrtf(block_sum(sum));
-  const float inverse = norm > cfg::MIN_NORM ? 1.f / norm : 0.f;
+  sum = block_sum(sum);
+  const float inverse = inverse_norm(sum);
 #pragma unroll
   for (int j = 0; j < VALUES; ++j) x[j] *= signs.first[j] * inverse;
   hadamard(x, signs);
-
-  Encoded block;
-  float length = 0.f;
+  u32 tables[8];
+#pragma unroll
+  for (u32& table : tables) table = ptx::smem_addr(cells.up);
+  const bool is_nan = x[0] != x[0];  // then all of the block are: infinities have met their inverse norm, 0
 #pragma unroll
   for (int word = 0; word < CODE_BYTES / 4; ++word) {
-    block.codes[word] = 0;
+    float u[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float u = x[word * 8 + j] * signs.second[word * 8 + j];
-      const u32 index = magnitude_index(u);
-      block.codes[word] |= code_of(u, index) << (4 * j);
-      length += squares[index][lane];
-    }
+    for (int j = 0; j < 8; ++j) u[j] = x[word * 8 + j] * signs.second[word * 8 + j];
+    codes[word] = is_nan ? 0xffffffffu : eight_codes(u, 1.f, tables);
   }
-  // The decoded block gets the norm of the row.
-  const float stored = norm / sqrtf(block_sum(length));
-  block.norm = stored != stored ? QUIET_NAN : static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
-  block.clamped = stored == stored && block.norm > MAX_HALF && stored != __uint_as_float(0x7f800000u);
-  if (block.clamped) block.norm = MAX_HALF;
-  return block;
-}
-
-// Stores a block: `codes` is where this lane's own go, lane 0 of the eight stores the norm and counts a clamped one
-// unless `clamped` is null.
-__device__ __forceinline__ void store(const Encoded& block, u32 sub, u8* codes, u16* norm, int* clamped) {
-  if constexpr (CODE_BYTES == 8) {
-    *reinterpret_cast<uint2*>(codes) = make_uint2(block.codes[0], block.codes[CODE_BYTES / 4 - 1]);
-  } else {
-    *reinterpret_cast<u32*>(codes) = block.codes[0];
-  }
-  if (sub != 0) return;
-  *norm = block.norm;
-  if (block.clamped && clamped != nullptr) atomicAdd(clamped, 1);
+  return {sum, block_sum(squared_length(codes))};
 }
 
 }  // namespace tbq4

@@ -105,15 +105,15 @@ struct Raw16Writer {
 };
 
 struct Tbq4Writer {
-  static constexpr int SMEM_BYTES = sizeof(tbq4::Squares);
+  static constexpr int SMEM_BYTES = sizeof(tbq4::Cells);
 
-  const tbq4::Squares& squares;
+  const tbq4::Cells& cells;
   tbq4::Signs signs;
 
   __device__ __forceinline__ explicit Tbq4Writer(u8* smem)
-      : squares(*reinterpret_cast<tbq4::Squares*>(smem)), signs(cfg::SIGNS1, cfg::SIGNS2, threadIdx.x % LANES) {
-    tbq4::fill(*reinterpret_cast<tbq4::Squares*>(smem), cfg::NUM_WARPS * WARP);
-    __syncthreads();  // the table is there
+      : cells(*reinterpret_cast<tbq4::Cells*>(smem)), signs(cfg::SIGNS1, cfg::SIGNS2, threadIdx.x % LANES) {
+    reinterpret_cast<tbq4::Cells*>(smem)->fill(threadIdx.x, cfg::NUM_WARPS * WARP);
+    __syncthreads();  // the tables are there
   }
 
   template <class In>
@@ -128,12 +128,20 @@ struct Tbq4Writer {
 #pragma unroll
       for (int j = 0; j < tbq4::VALUES; ++j) x[j] -= __ldg(mean + j);
     }
-    const tbq4::Encoded block = tbq4::encode(x, signs, squares);
+    u32 words[tbq4::CODE_BYTES / 4];
+    const tbq4::Norms block = tbq4::encode(words, x, signs, cells);
     if (!inside) return;
-    u8* codes = side.cache + slot.offset(side.cache_stride_page, side.cache_stride_token, side.cache_stride_head);
+    u8* codes = side.cache + slot.offset(side.cache_stride_page, side.cache_stride_token, side.cache_stride_head) +
+                slot.dim / 2;
+    if constexpr (tbq4::CODE_BYTES == 8) {
+      *reinterpret_cast<uint2*>(codes) = make_uint2(words[0], words[tbq4::CODE_BYTES / 4 - 1]);
+    } else {
+      *reinterpret_cast<u32*>(codes) = words[0];
+    }
+    if (threadIdx.x % LANES != 0) return;
     u8* norms = side.norms + slot.offset(side.norms_stride_page, side.norms_stride_token, side.norms_stride_head);
-    tbq4::store(block, threadIdx.x % LANES, codes + slot.dim / 2, reinterpret_cast<u16*>(norms) + slot.dim / cfg::BLOCK,
-                side.clamped);
+    reinterpret_cast<u16*>(norms)[slot.dim / cfg::BLOCK] =
+        tbq4::stored_norm(block.sum, block.squared_length, side.clamped);
   }
 };
 

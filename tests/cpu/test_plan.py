@@ -54,6 +54,18 @@ def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
         assert problem.max_kv_len // plan.num_splits >= 2 * plan.config.min_split
 
 
+@pytest.mark.parametrize("arch", DEVICES)
+def test_the_codec_fits_every_device(arch):
+    device = DEVICES[arch]
+    codecs = [c for c in _plan.shipped_configs(device) if isinstance(c, _plan.QuantizeConfig)]
+    assert len(codecs) == len(set(codecs)) == 3 * 4 * 2 * 2
+    for config in codecs:
+        assert config.smem_bytes <= device.smem_per_block
+        assert 1 <= config.ctas_per_sm <= device.smem_per_sm // (config.smem_bytes + 1024)
+        assert config.grid(1, device) == (1, 1, 1)
+        assert config.grid(2**31, device) == (config.ctas_per_sm * device.num_sms, 1, 1)
+
+
 def test_one_sequence_fills_the_gpu_and_a_large_batch_is_not_cut():
     def splits(batch, num_kv_heads, max_kv_len):
         problem = DecodeProblem(Dtype.FP16, *BOTH_RAW, batch, 1, 4 * num_kv_heads, num_kv_heads, 128, max_kv_len)

@@ -33,9 +33,10 @@ def test_rows_are_encoded_as_the_reference_does(dtype, head_dim):
         check(rows_of(dtype, head_dim, *shape))
 
 
+@every_dtype
 @every_head_dim
-def test_a_mean_is_subtracted_and_added(head_dim):
-    x = rows_of("float16", head_dim, 50, 3)
+def test_a_mean_is_subtracted_and_added(dtype, head_dim):
+    x = rows_of(dtype, head_dim, 50, 3)
     mean = rows_of("float32", head_dim, 3, seed=1)
     t = check(x, mean)
     got = cuattn.dequantize(t)
@@ -58,8 +59,40 @@ def test_any_codes_are_decoded_as_the_reference_does(dtype, head_dim):
     assert np.abs(got - want).max() <= ulp(largest, DTYPES[dtype]) / 2 + 64 * ulp(largest, np.float32)
 
 
-def test_of_200_000_gaussian_blocks_almost_all_are_the_reference_byte_for_byte():
-    x = np.random.default_rng(1).standard_normal((50_000, 4, 128), np.float32)
+def test_a_mean_may_lie_anywhere():
+    """The kernels read it 16 bytes at a time."""
+    x = rows_of("float16", 128, 50, 3)
+    store = rows_of("float32", 385, 1, seed=1).ravel()
+    mean = cupy.asarray(store)[1:].reshape(3, 128)
+    t = cuattn.quantize(cupy.asarray(x), mean=mean)
+    assert_blocks(x, t.codes.get(), t.norms.get(), int(t.clamped[0]), mean=mean.get())
+    want = reference.dequantize(t.codes.get(), t.norms.get(), mean=mean.get())
+    assert np.abs(cuattn.dequantize(t).get() - want).max() <= 64 * ulp(np.abs(want).max(), np.float32)  # as above
+
+
+@every_dtype
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_blocks_that_are_not_finite_follow_the_rules_and_harm_no_other(dtype, with_mean):
+    x = rows_of(dtype, 128, 40, 1)
+    x[[3, 19], 0, 5] = np.inf
+    x[7, 0, [5, 90]] = np.inf, -np.inf
+    x[39, 0, 100] = np.nan
+    mean = np.zeros((1, 128), np.float32) if with_mean else None
+    t = check_finite(x, mean, [3, 7, 19, 39])
+    assert (t.codes.get()[[3, 7, 19, 39]] == 0xFF).all()
+    assert [hex(n) for n in t.norms.get().view(np.uint16)[[3, 7, 19, 39], 0, 0]] == ["0x7c00"] * 3 + ["0x7e00"]
+
+
+def check_finite(x, mean, rest):
+    t = cuattn.quantize(cupy.asarray(x), mean=None if mean is None else cupy.asarray(mean))
+    kept = np.setdiff1d(np.arange(len(x)), rest)
+    assert_blocks(x[kept], t.codes.get()[kept], t.norms.get()[kept], int(t.clamped[0]), mean=mean)
+    return t
+
+
+@every_dtype
+def test_of_200_000_gaussian_blocks_almost_all_are_the_reference_byte_for_byte(dtype):
+    x = np.random.default_rng(1).standard_normal((50_000, 4, 128), np.float32).astype(DTYPES[dtype])
     t = check(x)
     want = reference.quantize(x)
     same = (t.codes.get() == want.codes).all(axis=-1) & (t.norms.get() == want.norms)[..., 0]

@@ -9,7 +9,7 @@ import numpy as np
 from simt.cases import BF16, F16, WGMMA, WGMMA_KERNELS, Case, Map, Out, Struct
 
 SWIZZLES = (0, 32, 64, 128)
-NUM_WORDS = 52  # of a thread in warp_ops
+NUM_WORDS = 60  # of a thread in warp_ops
 OPERAND_FIELDS = ("start", "lbo", "sbo", "step")
 INT4 = np.dtype([(name, np.int32) for name in "xyzw"])
 WGMMA_PARAMS = np.dtype(
@@ -58,16 +58,17 @@ def prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 
 def mma(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """d + a b of one warp; a [32, 4, 2], b [32, 2, 2] elements and d [32, 4] in fragment order."""
+    """d + a b of one warp; a [32, 4, n], b [32, 2, n] elements, n a word, and d [32, 4] in fragment order."""
+    n = a.shape[-1]
     lane = np.arange(32)
-    g, t = lane // 4, lane % 4 * 2
-    full_a, full_b = np.zeros((16, 16)), np.zeros((16, 8))
-    for i, e in product(range(4), range(2)):
-        full_a[g + i % 2 * 8, t + i // 2 * 8 + e] = a[:, i, e]
-    for i, e in product(range(2), range(2)):
-        full_b[t + i * 8 + e, g] = b[:, i, e]
+    g, t = lane // 4, lane % 4
+    full_a, full_b = np.zeros((16, 8 * n)), np.zeros((8 * n, 8))
+    for i, e in product(range(4), range(n)):
+        full_a[g + i % 2 * 8, (t + i // 2 * 4) * n + e] = a[:, i, e]
+    for i, e in product(range(2), range(n)):
+        full_b[(t + i * 4) * n + e, g] = b[:, i, e]
     c = full_a @ full_b
-    return d + np.stack([c[g + i // 2 * 8, t + i % 2] for i in range(4)], 1)
+    return d + np.stack([c[g + i // 2 * 8, 2 * t + i % 2] for i in range(4)], 1)
 
 
 def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray, image: np.ndarray) -> np.ndarray:
@@ -116,6 +117,12 @@ def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray,
     for x in (h, b):
         d = np.stack([mma(x[i, :, :4], x[i, :, 4:6], d[i]) for i in range(4)])
         columns += list(np.moveaxis(d.astype(np.float32).view(u32), 2, 0))
+    d = r[:, :, :4] % 64 - 32.0
+    floats = b[..., 0].astype(np.float64)[..., None]
+    d = np.stack([mma(floats[i, :, :4], floats[i, :, 4:6], d[i]) for i in range(4)])
+    columns += list(np.moveaxis(d.astype(np.float32).view(u32), 2, 0))
+    row = copied[rows].view(u32)
+    columns += [row[..., 1], row[..., 2] ^ row[..., 3] * u32(3), w[2] & w[0] | ~w[2] & w[1]]
     columns.append(np.concatenate([np.zeros((2, 32), u32), w[12][:2]]))
     columns += [0] * (NUM_WORDS - len(columns))
     return np.stack([np.broadcast_to(c, (4, 32)).astype(u32).ravel() for c in columns], 1)

@@ -88,9 +88,10 @@ def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
     return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)
 
 
-def _launch(config: _plan.QuantizeConfig, rows: np.ndarray, params: np.ndarray, seed: int) -> None:
+def _launch(rows: np.ndarray, params: np.ndarray, seed: int, **choices: bool) -> None:
+    config = _quantize.config_of(rows, TWO_SMS, **choices)
     threads = (config.num_warps * _plan.WARP, 1, 1)
-    grid = config.grid(rows.size // _tbq4.block_of(config.head_dim), TWO_SMS)
+    grid = config.grid(rows.size // config.block, TWO_SMS)
     build(config).launch(f"{config.kernel}_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
 
 
@@ -100,7 +101,8 @@ def quantize(x: np.ndarray, mean: np.ndarray | None = None, seed: int = 0) -> tu
     codes = np.full((*x.shape[:-1], x.shape[-1] // 2), 0xEE, np.uint8)
     norms = np.full((*x.shape[:-1], x.shape[-1] // block), np.nan, np.float16)
     clamped = np.zeros(1, np.int32)
-    _launch(_quantize.quantize_config(x), x, _quantize.quantize_params(x, codes, norms, clamped, mean), seed)
+    params = _quantize.quantize_params(x, codes, norms, clamped, mean)
+    _launch(x, params, seed, encode=True, with_mean=mean is not None)
     return codes, norms, int(clamped[0])
 
 
@@ -109,7 +111,8 @@ def dequantize(
 ) -> np.ndarray:
     """Run dequantize.cu; the result starts as NaN."""
     out = np.full((*codes.shape[:-1], 2 * codes.shape[-1]), np.nan, dtype)
-    _launch(_quantize.dequantize_config(out), out, _quantize.dequantize_params(codes, norms, out, mean), seed)
+    params = _quantize.dequantize_params(codes, norms, out, mean)
+    _launch(out, params, seed, encode=False, with_mean=mean is not None)
     return out
 
 

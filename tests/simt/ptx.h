@@ -80,6 +80,54 @@ void ldmatrix(u32 (&r)[N], const void* row, bool trans, Place at) {
   });
 }
 
+template <class T>
+T load_shared(u32 address, Place at) {
+  enter(at);
+  const void* p = block->smem + address;
+  check_aligned(p, sizeof(T), "ld.shared");
+  smem_offset(p, sizeof(T), "ld.shared");
+  return load_argument<T>(p);
+}
+
+// d += a b; a word of an operand has K / 8 neighboring elements of k.
+template <int K, class Element>
+void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element element) {
+  struct Operands {
+    u32 a[4], b[2];
+    float d[4];
+  } mine;
+  memcpy(mine.a, a, sizeof a);
+  memcpy(mine.b, b, sizeof b);
+  memcpy(mine.d, d, sizeof d);
+  auto compute = [element](Slot* slots) {
+    float A[16][K], B[K][8], D[16][8];
+    for (int l = 0; l < WARP; l++) {
+      const Operands x = slots[l].get<Operands>();
+      const int g = l / 4, t = l % 4 * (K / 8);
+      for (int e = 0; e < K / 8; e++) {
+        for (int i = 0; i < 4; i++) A[g + i % 2 * 8][t + i / 2 * (K / 2) + e] = element(x.a[i], e);
+        for (int i = 0; i < 2; i++) B[t + i * (K / 2) + e][g] = element(x.b[i], e);
+      }
+      for (int i = 0; i < 4; i++) D[g + i / 2 * 8][l % 4 * 2 + i % 2] = x.d[i];
+    }
+    for (int i = 0; i < 16; i++) {
+      for (int k = 0; k < K; k++) {
+        for (int j = 0; j < 8; j++) D[i][j] += A[i][k] * B[k][j];
+      }
+    }
+    for (int l = 0; l < WARP; l++) {
+      Operands x = slots[l].get<Operands>();
+      for (int i = 0; i < 4; i++) x.d[i] = D[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+      slots[l].set(x);
+    }
+  };
+  warp_meet(FULL_MASK, at, "mma", mine, compute, [&](const Slot* s) {
+    const Operands x = s[lane()].get<Operands>();
+    memcpy(d, x.d, sizeof d);
+    return 0;
+  });
+}
+
 }  // namespace simt
 
 namespace ptx {
@@ -95,40 +143,11 @@ inline u32 smem_addr(const void* p, Place at = here()) {
 
 template <class Elem>
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
-  struct Operands {
-    u32 a[4], b[2];
-    float d[4];
-  } mine;
-  memcpy(mine.a, a, sizeof a);
-  memcpy(mine.b, b, sizeof b);
-  memcpy(mine.d, d, sizeof d);
-  auto compute = [](simt::Slot* slots) {
-    float A[16][16], B[16][8], D[16][8];
-    for (int l = 0; l < WARP; l++) {
-      const Operands x = slots[l].get<Operands>();
-      const int g = l / 4, t = l % 4 * 2;
-      for (int e = 0; e < 2; e++) {
-        for (int i = 0; i < 4; i++) A[g + i % 2 * 8][t + i / 2 * 8 + e] = simt::element<Elem>(x.a[i] >> 16 * e);
-        for (int i = 0; i < 2; i++) B[t + i * 8 + e][g] = simt::element<Elem>(x.b[i] >> 16 * e);
-        for (int i = 0; i < 2; i++) D[g + i * 8][t + e] = x.d[i * 2 + e];
-      }
-    }
-    for (int i = 0; i < 16; i++) {
-      for (int k = 0; k < 16; k++) {
-        for (int j = 0; j < 8; j++) D[i][j] += A[i][k] * B[k][j];
-      }
-    }
-    for (int l = 0; l < WARP; l++) {
-      Operands x = slots[l].get<Operands>();
-      for (int i = 0; i < 4; i++) x.d[i] = D[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
-      slots[l].set(x);
-    }
-  };
-  simt::warp_meet(FULL_MASK, at, "mma", mine, compute, [&](const simt::Slot* s) {
-    const Operands x = s[simt::lane()].get<Operands>();
-    memcpy(d, x.d, sizeof d);
-    return 0;
-  });
+  simt::mma<16>(d, a, b, at, [](u32 word, int e) { return simt::element<Elem>(word >> 16 * e); });
+}
+
+inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
+  simt::mma<8>(d, a, b, at, [](u32 word, int) { return simt::bit_cast<float>(word & 0xffffe000u); });
 }
 
 inline void ldmatrix_x2(u32 (&r)[2], const void* row, Place at = here()) { simt::ldmatrix(r, row, false, at); }
@@ -179,14 +198,11 @@ inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
   return simt::load_argument<uint4>(p);
 }
 
-inline u32 ld_shared(u32 address, Place at = here()) {
-  simt::enter(at);
-  if (address % 4 != 0 || address + 4ull > simt::block->smem_bytes) simt::fail("ld.shared at +%u", address);
-  u32 r;
-  memcpy(&r, simt::block->smem + address, 4);
-  return r;
-}
+inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<u32>(address, at); }
+inline uint2 ld_shared_v2(u32 address, Place at = here()) { return simt::load_shared<uint2>(address, at); }
+
 inline u32 opaque(u32 x) { return x; }
+inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 
 inline u32 prmt(u32 a, u32 b, u32 selector) {
   u32 r = __byte_perm(a, b, selector);

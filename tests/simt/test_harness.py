@@ -248,7 +248,7 @@ def test_the_cpu_offers_the_functions_of_the_device(name):
     def functions(path):
         text = path.read_text().split("namespace ptx {")[1]
         text = re.sub(r"//.*|\bPlace at.*?(?=\) \{)", "", text)
-        head = r"^(?:__device__ |__forceinline__ |inline )*(?:void|bool|u8\*|u32|u64|float|uint4) (\w+)"
+        head = r"^(?:__device__ |__forceinline__ |inline )*(?:void|bool|u8\*|u32|u64|float|uint2|uint4) (\w+)"
         return set(re.findall(head, text, re.MULTILINE))
 
     device = functions(harness.CUDA_SRC / f"common/{name}.cuh")

@@ -5,7 +5,7 @@
 // tests/simt/cases.py computes the same in NumPy, in the same order.
 #include "common/ptx.cuh"
 
-constexpr int NUM_WORDS = 52, NUM_FLOATS = 6, IMAGE_ROWS = 256;
+constexpr int NUM_WORDS = 60, NUM_FLOATS = 6, IMAGE_ROWS = 256;
 
 // words [128, 16]; halves [128, 8], bfloats [128, 8]: pairs of small integers; rows [128]: of the image; image
 // [IMAGE_ROWS] 16 bytes each; exact [128, NUM_WORDS]; approximate [128, NUM_FLOATS].
@@ -76,6 +76,16 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int i = 0; i < 4; i++) out[n++] = __float_as_uint(d[i]);
   ptx::mma_m16n8k16<Bfloat16>(d, {b[0], b[1], b[2], b[3]}, {b[4], b[5]});
   for (int i = 0; i < 4; i++) out[n++] = __float_as_uint(d[i]);
+  for (int i = 0; i < 4; i++) d[i] = static_cast<float>(static_cast<int>(r[i] % 64) - 32);
+  // Bits that a tf32 does not have are set.
+  u32 tf32[6];
+  for (int i = 0; i < 6; i++) tf32[i] = b[i] << 16 | (r[i] & 0x1fff);
+  ptx::mma_m16n8k8_tf32(d, {tf32[0], tf32[1], tf32[2], tf32[3]}, {tf32[4], tf32[5]});
+  for (int i = 0; i < 4; i++) out[n++] = __float_as_uint(d[i]);
+  out[n++] = ptx::ld_shared(ptx::smem_addr(row) + 4);
+  const uint2 two = ptx::ld_shared_v2(ptx::smem_addr(row) + 8);
+  out[n++] = two.x ^ two.y * 3;
+  out[n++] = ptx::select_bits(r[0], r[1], r[2]);
 
   // Warps 0 and 1 hand words to warps 2 and 3 through a named barrier.
   if (tid < 64) {

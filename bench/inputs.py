@@ -1,0 +1,379 @@
+"""Arrays of the decode cases on the GPU, and the check that comes before every time."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cuattn
+from cuattn import _arrays, _plan, reference
+from cuattn._cache import Planes
+
+from .cases import DTYPES, FORMATS, RAW16, DecodeCase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cuattn._arrays import Array
+
+
+class WrongResultError(RuntimeError):
+    """A result is not that of the reference."""
+
+
+@cache
+def _normal_kernel() -> Any:  # noqa: ANN401  CuPy has no types
+    # CuPy's own generators need cuRAND, which cuattn does not depend on. The finalizer of splitmix64 gives 64 random
+    # bits of a counter; Box and Muller make a normal number of 24 + 24 of them.
+    return _arrays.import_cupy().ElementwiseKernel(
+        "uint64 seed",
+        "float32 x",
+        """
+        unsigned long long z = (seed + i + 1) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+        const float unit = 1.0f / 16777216.0f;
+        const float radius = sqrtf(-2.0f * logf(((unsigned)(z >> 40) + 1) * unit));
+        x = radius * cospif(2.0f * (((unsigned)z & 0xFFFFFFu) * unit));
+        """,
+        "cuattn_bench_normal",
+    )
+
+
+_FILL_CHUNK = 2**27
+# Seeds far apart, so that no query and no kept token is one of a cache.
+_SEED_OF_Q, _SEED_OF_KEPT = 2**40, 2**41
+
+
+def normal(elements: int, dtype: np.dtype[Any], seed: int = 0, out: Array | None = None) -> Array:
+    """Return standard normal numbers on the GPU; the same seed gives the same ones.
+
+    Parameters
+    ----------
+    elements : int
+    dtype : dtype
+    seed : int, default 0
+        The numbers of seeds that differ by less than `elements` overlap.
+    out : cupy.ndarray, shape (elements,), `dtype`, optional
+        Receives them.
+
+    Returns
+    -------
+    cupy.ndarray, shape (elements,)
+    """
+    cupy = _arrays.import_cupy()
+    result = cupy.empty(elements, dtype) if out is None else out
+    wide = cupy.empty(min(elements, _FILL_CHUNK), cupy.float32)
+    for start in range(0, elements, _FILL_CHUNK):
+        part = wide[: min(_FILL_CHUNK, elements - start)]
+        _normal_kernel()(seed + start, part)
+        result[start : start + part.size] = part
+    return result
+
+
+def to_host(x: Array) -> np.ndarray[Any, Any]:
+    """Copy a CuPy array; 16-bit ones as integers, which every CuPy function takes."""
+    cupy = _arrays.import_cupy()
+    if x.dtype.itemsize != 2:  # noqa: PLR2004
+        return np.asarray(cupy.asnumpy(x))
+    bits: np.ndarray[Any, Any] = cupy.asnumpy(x.view(np.uint16))
+    return bits.view(x.dtype)
+
+
+def as_float16(x: Array) -> Array:
+    """Round a 16-bit array to float16; from bfloat16 through float32, whose upper half it is."""
+    if x.dtype == np.float16:
+        return x
+    return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float16)
+
+
+def random_caches(case: DecodeCase, sets: int) -> list[Array]:
+    """Return the bytes of K and V of each set, V behind K and norms behind codes, all normal rows.
+
+    Parameters
+    ----------
+    case : DecodeCase
+    sets : int
+
+    Returns
+    -------
+    list of cupy.ndarray, shape (case.cache_bytes,), uint8
+    """
+    everything = _arrays.import_cupy().empty(sets * case.cache_bytes, np.uint8)
+    parts = [everything[i * case.cache_bytes : (i + 1) * case.cache_bytes] for i in range(sets)]
+    elements, seed = math.prod(case.cache_shape), 0
+    for part in parts:
+        start = 0
+        for kv_format, (num_rows, num_norms) in zip(FORMATS[case.formats], _pairs(case.planes), strict=True):
+            rows = part[start : start + num_rows]
+            norms = part[start + num_rows : start + num_rows + num_norms]
+            if kv_format is RAW16:
+                normal(elements, DTYPES[case.dtype], seed, out=rows.view(DTYPES[case.dtype]))
+            else:
+                _fill_tbq4(rows.reshape(-1, case.head_dim // 2), norms, case.head_dim, seed)
+            start, seed = start + num_rows + num_norms, seed + elements
+    return parts
+
+
+def _pairs(planes: tuple[int, int, int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return planes[:2], planes[2:]
+
+
+def _fill_tbq4(codes: Array, norms: Array, head_dim: int, seed: int) -> None:
+    norms = norms.view(np.float16).reshape(len(codes), -1)
+    step = _FILL_CHUNK // head_dim
+    for first in range(0, len(codes), step):
+        rows = slice(first, min(first + step, len(codes)))
+        count = rows.stop - rows.start
+        x = normal(count * head_dim, np.dtype(np.float16), seed + first * head_dim)
+        encoded = cuattn.quantize(x.reshape(count, head_dim))
+        codes[rows], norms[rows] = encoded.codes, encoded.norms
+
+
+class DecodeInputs:
+    """Arrays of a case on the GPU, in several sets that rotate.
+
+    Parameters
+    ----------
+    case : DecodeCase
+    sets : int
+
+    Attributes
+    ----------
+    caches : list of cupy.ndarray
+        The bytes of K and V of each set, for the read roof.
+    """
+
+    def __init__(self, case: DecodeCase, sets: int) -> None:
+        cupy = _arrays.import_cupy()
+        self.case = case
+        self.caches = random_caches(case, sets)
+        dtype = DTYPES[case.dtype]
+        shape = (sets, *case.q_shape)
+        self._q = normal(math.prod(shape), dtype, seed=_SEED_OF_Q).reshape(shape)
+        self._out = cupy.empty(shape, dtype)
+        self._kv_len = cupy.asarray(np.full(case.batch, case.kv_len, np.int32))
+        self._page_table = None
+        if case.page_size is not None:
+            table = np.random.default_rng(0).permutation(case.batch * case.pages).astype(np.int32)
+            self._page_table = cupy.asarray(table.reshape(case.batch, case.pages))
+        self._kept: dict[str, Array] = {}
+        for name, count in (("sink", case.num_sink), ("recent", case.num_recent)):
+            shape = (2, case.batch, count, case.num_kv_heads, case.head_dim)
+            if count:
+                k, v = normal(math.prod(shape), dtype, seed=_SEED_OF_KEPT + count).reshape(shape)
+                self._kept |= {f"k_{name}": k, f"v_{name}": v}
+
+    def _caches(self, index: int) -> tuple[Any, Any]:
+        """K and V of a set: arrays, or `Tbq4Array`."""
+        *axes, head_dim = self.case.cache_shape
+        found, start = [], 0
+        for kv_format, (num_rows, num_norms) in zip(FORMATS[self.case.formats], _pairs(self.case.planes), strict=True):
+            rows = self.caches[index][start : start + num_rows]
+            norms = self.caches[index][start + num_rows : start + num_rows + num_norms]
+            start += num_rows + num_norms
+            if kv_format is RAW16:
+                found.append(rows.view(DTYPES[self.case.dtype]).reshape(*axes, head_dim))
+            else:
+                found.append(cuattn.Tbq4Array(rows.reshape(*axes, -1), norms.view(np.float16).reshape(*axes, -1)))
+        return found[0], found[1]
+
+    def _call(self, index: int, num_splits: int | None) -> Callable[[], Array]:
+        options: dict[str, Any] = {"page_table": self._page_table, "num_splits": num_splits, **self._kept}
+        args = (self._q[index], *self._caches(index), self._kv_len)
+        return partial(cuattn.decode, *args, **options, out=self._out[index])
+
+    def calls(self, num_splits: int | None = None) -> list[Callable[[], Array]]:
+        """Return one call of `cuattn.decode` for each set; outputs are allocated already."""
+        return [self._call(index, num_splits) for index in range(len(self.caches))]
+
+    def separate_calls(self) -> list[Callable[[], Array]]:
+        """Return calls that dequantize K and V, each into a new array of 16 bits, and decode these."""
+
+        def call(index: int) -> Callable[[], Array]:
+            caches, out, dtype = self._caches(index), self._out[index], DTYPES[self.case.dtype]
+
+            def run() -> Array:
+                k, v = (cuattn.dequantize(x, dtype=dtype) for x in caches)
+                return cuattn.decode(self._q[index], k, v, self._kv_len, page_table=self._page_table, out=out)
+
+            return run
+
+        return [call(index) for index in range(len(self.caches))]
+
+    def plan(self, num_splits: int | None = None) -> _plan.DecodePlan:
+        """Return what such a call runs for the caches."""
+        arguments = (self._q[0], *self._caches(0), self._kv_len)
+        return cuattn.plan_decode(*arguments, page_table=self._page_table, num_splits=num_splits)
+
+    def out_bits(self) -> bytes:
+        """Return the output of the first set as it lies in memory."""
+        return bytes(to_host(self._out[0]).tobytes())
+
+    def expected(self) -> Expected:
+        """Compute what the first set's output is compared with.
+
+        For caches in 16 bits that is the reference, on the CPU, for the first and the last sequence and KV head; for
+        others `decode` itself on the dequantized caches, for everything.
+        """
+        return self.by_reference() if self.case.formats == "raw16" else self.by_raw16()
+
+    def by_reference(self) -> ByReference:
+        """Compute the reference of the first set's first and last sequence and KV head, on the CPU."""
+        case = self.case
+        caches = self._caches(0)
+        group = case.num_qo_heads // case.num_kv_heads
+        pairs = dict.fromkeys(((0, 0), (case.batch - 1, case.num_kv_heads - 1)))
+        problems = []
+        for sequence, head in pairs:
+            heads = slice(head * group, (head + 1) * group)
+            q = to_host(self._q[0][sequence : sequence + 1, ..., heads, :])
+            k, v = (self._host_rows(x, sequence, head) for x in caches)
+            kept = {name: to_host(x[sequence : sequence + 1, :, head : head + 1]) for name, x in self._kept.items()}
+            problems.append(((sequence, heads), (q, k, v, case.kv_len), kept))
+        # NumPy drops the interpreter's lock in casts and products.
+        with ThreadPoolExecutor() as executor:
+            same, ref = (
+                executor.map(lambda problem, function=function: function(*problem[1], **problem[2])[0], problems)
+                for function in (reference.decode_same_precision, reference.decode)
+            )
+            parts = [(place, *results) for (place, _, _), *results in zip(problems, same, ref, strict=True)]
+        # A rotated query is rounded once more, and the rounding may fall the other way in one of its values: far less
+        # than an ulp of the output (tests/tolerance.py).
+        return ByReference(parts, DTYPES[case.dtype], ulps=1 if case.formats == "raw16" else 2)
+
+    def _host_rows(self, x: Any, sequence: int, head: int) -> Any:  # noqa: ANN401  an array or a Tbq4Array
+        """Keys or values of one head of one sequence, with axes of length 1 for both."""
+        if isinstance(x, cuattn.Tbq4Array):
+            codes, norms = (self._host_rows(plane, sequence, head) for plane in (x.codes, x.norms))
+            return Planes(codes, norms, None)
+        kv_len = self.case.kv_len
+        if self._page_table is None:
+            rows = to_host(x[sequence, :kv_len, head])
+        else:
+            bits = x.view(np.uint16) if x.dtype.itemsize == 2 else x  # noqa: PLR2004
+            pages = bits[:, :, head][self._page_table[sequence]]
+            rows = to_host(pages.reshape(-1, x.shape[-1])[:kv_len]).view(x.dtype)
+        return rows[None, :, None]
+
+    def by_raw16(self) -> ByRaw16:
+        """Decode the first set's caches, dequantized to float16 and with the kept tokens in their places."""
+        case = self.case
+        caches = []
+        for side, x in zip("kv", self._caches(0), strict=True):
+            wide = cuattn.dequantize(x, dtype=np.float16) if isinstance(x, cuattn.Tbq4Array) else as_float16(x)
+            # A copy, as the kept tokens are written into it.
+            wide = wide.copy() if case.has_kept and wide is x else wide
+            if case.num_sink:
+                wide[:, : case.num_sink] = as_float16(self._kept[f"{side}_sink"])
+            for position in range(max(case.num_sink, case.kv_len - case.num_recent), case.kv_len):
+                wide[:, position] = as_float16(self._kept[f"{side}_recent"][:, position % case.num_recent])
+            caches.append(wide)
+        k, v = caches
+        out = cuattn.decode(as_float16(self._q[0]), k, v, self._kv_len, page_table=self._page_table)
+        return ByRaw16(to_host(out).astype(np.float64), case.dtype)
+
+    def check(
+        self, expected: Expected, num_splits: int | None = None, call: Callable[[], object] | None = None
+    ) -> bytes:
+        """Run the first set's call on an output full of NaN and compare.
+
+        Parameters
+        ----------
+        expected : ByReference or ByRaw16
+        num_splits : int, optional
+        call : callable, optional
+            Instead of `decode`.
+
+        Returns
+        -------
+        bytes
+            The output as it lies in memory.
+
+        Raises
+        ------
+        WrongResultError
+            If the result breaks the law or the bound.
+        """
+        self._out[0].view(np.uint16).fill(0xFFFF)
+        (call or self._call(0, num_splits))()
+        expected.check(to_host(self._out[0]))
+        return self.out_bits()
+
+
+@dataclass(frozen=True, slots=True)
+class ByReference:
+    """Results of some rows of q, each with its place: same-precision, and float64.
+
+    Attributes
+    ----------
+    parts : sequence of ((int, slice), ndarray, ndarray)
+        Sequence and query heads; the result that rounds where a kernel rounds; the reference.
+    dtype : dtype
+        That of the output.
+    ulps : int
+        Of the law.
+    """
+
+    parts: Sequence[tuple[tuple[int, slice], np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+    dtype: np.dtype[Any]
+    ulps: int = 1
+
+    def check(self, out: np.ndarray[Any, Any]) -> None:
+        """Raise `WrongResultError` unless ``max|out - ref| <= 2 max|same - ref| + ulps ulp(max|ref|)`` everywhere."""
+        for (sequence, heads), same, ref in self.parts:
+            got = out[sequence, ..., heads, :].astype(np.float64)
+            error = np.abs(got - ref).max()
+            ulp = float(np.spacing(self.dtype.type(np.abs(ref).max())))
+            allowed = 2 * np.abs(same.astype(np.float64) - ref).max() + self.ulps * ulp
+            # In this form a NaN fails, too.
+            if not error <= allowed:
+                place = f"sequence {sequence}, query heads {heads.start} to {heads.stop - 1}"
+                msg = f"{place}: error {error:.3g}, allowed {allowed:.3g}"
+                raise WrongResultError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRaw16:
+    """Results of `decode` on the dequantized caches in float16, for all rows of q.
+
+    Attributes
+    ----------
+    ref : ndarray, shape of the output
+    dtype : {"bfloat16", "float16"}
+        That of the output.
+    """
+
+    ref: np.ndarray[Any, Any]
+    dtype: str
+
+    @property
+    def relative(self) -> float:
+        """What is allowed, relative to the largest value of a sequence.
+
+        With u the half of an ulp at 1, a rounding errs by 0.6 u in the mean. Those of weights, of keys and of values
+        are independent, and the output is a sum of as many independent terms: each kind gives it an error of 0.6 u of
+        its deviation, three kinds 1 u. Of some 10^5 such errors the largest is 5 deviations, and a sequence's largest
+        output is 4. So three kinds in the dtype of q make up to 1.3 u of that, and the output's own rounding up to 1 u,
+        hardly both at once: 2 u. As much of float16 pays for the rotated query and for what else is rounded to that.
+        """
+        half_ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+        return 2 * half_ulp[self.dtype] + 2 * half_ulp["float16"]
+
+    def check(self, out: np.ndarray[Any, Any]) -> None:
+        """Raise `WrongResultError` unless every sequence is within the bound."""
+        for sequence, (got, ref) in enumerate(zip(out.astype(np.float64), self.ref, strict=True)):
+            error, allowed = np.abs(got - ref).max(), self.relative * np.abs(ref).max()
+            if not error <= allowed:
+                msg = f"sequence {sequence}: differs by {error:.3g} from decode in 16 bits, allowed {allowed:.3g}"
+                raise WrongResultError(msg)
+
+
+# What a check compares with.
+Expected = ByReference | ByRaw16

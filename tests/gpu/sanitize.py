@@ -10,12 +10,13 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import cupy  # noqa: E402  after the path
-import numpy as np  # noqa: E402
+from gpu.helpers import to_device  # noqa: E402
 from strategies import EXACT_APPENDS, Problem  # noqa: E402
 from tolerance import assert_append, assert_decode  # noqa: E402
 
 import cuattn  # noqa: E402
 
+TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, sinks=True),
     Problem(kv_len=(129, 500), group=8, head_dim=128, page_size=5, values="late_max", window=(40, 3)),
@@ -24,6 +25,12 @@ PROBLEMS = (
     Problem(kv_len=(260,), seqlen_q=2, group=6, head_dim=192, causal=False),
     Problem(kv_len=(130, 300), num_kv_heads=2, group=6, head_dim=256, page_size=16, values="huge"),
     Problem(kv_len=(100,), group=2, head_dim=512, dtype="bfloat16"),
+    Problem(kv_len=(0, 1, 33, 600), num_kv_heads=2, group=3, page_size=16, **TBQ4, means=True, sinks=True),
+    Problem(kv_len=(300, 31), seqlen_q=4, group=8, head_dim=128, **TBQ4, dtype="bfloat16", window=(40, 3)),
+    Problem(kv_len=(260,), seqlen_q=3, group=4, head_dim=256, **TBQ4, values="tiny_v", dtype="bfloat16"),
+    Problem(kv_len=(100,), group=2, head_dim=512, page_size=5, **TBQ4),
+    Problem(kv_len=(300, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=40),
+    Problem(kv_len=(300, 2), group=3, head_dim=64, v_format="tbq4", num_sink=1, num_recent=4, means=True),
 )
 
 
@@ -32,8 +39,8 @@ def main() -> None:
     # Every array has an allocation of its own, so that a step past its end is seen.
     cupy.cuda.set_allocator(None)
     for problem in PROBLEMS:
-        q, k_cache, v_cache, kv_len = map(cupy.asarray, problem.arrays())
-        options = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in problem.options().items()}
+        q, k_cache, v_cache, kv_len = map(to_device, problem.arrays())
+        options = {name: to_device(x) for name, x in problem.options().items()}
         for num_splits in (1, 3):
             out, lse = cuattn.decode(q, k_cache, v_cache, kv_len, num_splits=num_splits, return_lse=True, **options)
             assert_decode(problem, out.get(), lse.get())

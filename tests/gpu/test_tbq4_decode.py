@@ -27,10 +27,11 @@ from gpu.helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, with_unused
+from tbq4_codes import TOKENS, codes_of_all_bytes, codes_of_all_pairs, levels_of, powers, rotated_one_hots
 from tolerance import assert_call, assert_decode, assert_rows, expected, ulp
 
 import cuattn
-from cuattn import Tbq4Array
+from cuattn import Tbq4Array, _tbq4, reference
 
 GIB = 1 << 30
 DTYPE_NAMES = ("float16", "bfloat16")
@@ -149,6 +150,40 @@ def test_long_rings_and_many_first_tokens_obey_the_error_law(formats: tuple[str,
     check(problem, num_splits=num_splits)
 
 
+NEWEST = {"window": (0, 0)}  # each query token sees its own key
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_of_one_hot_queries_are_the_levels_of_all_bytes(head_dim: int) -> None:
+    """A level, times a float16, times a power of two: lse is that, but for the logarithm of 1."""
+    codes, block = codes_of_all_bytes(head_dim), _tbq4.block_of(head_dim)
+    cache = Tbq4Array(codes, powers(*codes.shape[:3], head_dim // block))
+    hot = np.float64(np.float16(np.float32(block) * np.float32(block**-0.5)))
+    want = levels_of(codes)[:, :, 0].astype(np.float64) * hot * cache.norms[:, :, 0].repeat(block, axis=-1)
+    for first in range(0, head_dim, 64):
+        q = np.tile(rotated_one_hots(head_dim)[first : first + 64], (len(codes), TOKENS, 1, 1))
+        arrays = (q, cache, cache, np.full(len(codes), TOKENS, np.int32))
+        lse = call(arrays, {**NEWEST, "softmax_scale": 1.0})[1]
+        # An ulp each for the scale to base 2 and back; log2 is within 2^-22 near 1. Levels are farther apart.
+        error = np.abs(lse - want[..., first : first + 64])
+        assert (error <= 2.0**-22 * (1 + np.abs(want[..., first : first + 64]))).all()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_values_of_one_hot_weights_are_the_levels_of_all_pairs_of_bytes(head_dim: int) -> None:
+    """Rotated again in float64 and divided by the norm, out is nearest to the level of the code that is stored."""
+    codes, block = codes_of_all_pairs(head_dim), _tbq4.block_of(head_dim)
+    norms = powers(*codes.shape[:3], head_dim // block)
+    q = np.ones((len(codes), TOKENS, 1, head_dim), np.float16)
+    zeros = Tbq4Array(np.zeros_like(codes), np.ones_like(norms))
+    arrays = (q, zeros, Tbq4Array(codes, norms), np.full(len(codes), TOKENS, np.int32))
+    out = call(arrays, NEWEST)[0][:, :, 0].astype(np.float64)
+    got = reference.rotate(out) / norms[:, :, 0].repeat(block, axis=-1)
+    distance = np.abs(got[..., None] - _tbq4.codebook(block).astype(np.float64))
+    stored = np.stack([codes & 15, codes >> 4], axis=-1).reshape(got.shape)
+    np.testing.assert_array_equal(distance.argmin(axis=-1), stored)
+
+
 def quantized(*rows: np.ndarray, mean: np.ndarray | None = None) -> list[Tbq4Array]:
     return [cuattn.quantize(x, mean=mean) for x in rows]
 
@@ -203,13 +238,13 @@ def test_decoding_a_real_text_has_the_error_of_the_reference(layer: str, error: 
         found = (np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)).mean()
         # Three digits were written down; weights and out in float16 add at most an ulp each.
         assert found == pytest.approx(error, abs=0.0006 + 2 * 2.0**-10)
-    last = slice(60, None)
-    host = [
-        Tbq4Array(*(cupy.asnumpy(getattr(x, n))[last] for n in ("codes", "norms")), None if i else cupy.asnumpy(x.mean))
-        for i, x in enumerate(caches)
-    ]
-    arrays = (q[-4:], *host, kv_len[last])
-    options = {name: cupy.asnumpy(x)[last] for name, x in kept.items()}
+    # By the law too, for the last four.
+    host = []
+    for x in caches:
+        planes = (np.tile(cupy.asnumpy(plane[:1]), (4, 1, 1, 1)) for plane in (x.codes, x.norms))
+        host.append(Tbq4Array(*planes, None if x.mean is None else cupy.asnumpy(x.mean)))
+    arrays = (q[-4:], *host, kv_len[-4:])
+    options = {name: np.tile(x[None, :1], (4, 1, 1, 1)) for name, x in (("k_sink", k), ("v_sink", v))}
     assert_call(arrays, options, call(arrays, options))
 
 

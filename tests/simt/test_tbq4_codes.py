@@ -6,42 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from simt import product
+from tbq4_codes import TOKENS, codes_of_all_bytes, codes_of_all_pairs, levels_of, powers, rotated_one_hots
 
 from cuattn import Tbq4Array, _plan, _tbq4, reference
 
-TOKENS = 16
 NEWEST = {"window": (0, 0), "num_splits": 2, "merge": False}  # each query token sees its own key; parts in float32
 DEVICES = {arch: _plan.DEVICES[arch] for arch in ("sm_90a", "sm_86")}  # two strides of the table
 on_both_tables = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-
-
-def levels_of(codes: np.ndarray) -> np.ndarray:
-    """Return the float16 levels of bytes ``[..., n]``: ``[..., 2 n]``, the low nibble first."""
-    book = _tbq4.codebook(_tbq4.block_of(2 * codes.shape[-1])).astype(np.float16)
-    return book[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], -1)
-
-
-def powers(*shape: int) -> np.ndarray:
-    """Return norms that multiply without rounding."""
-    return (2.0 ** (np.arange(np.prod(shape)) % 7 - 3)).reshape(shape).astype(np.float16)
-
-
-def rotated_one_hots(head_dim: int) -> np.ndarray:
-    """Return ``[head_dim, head_dim]`` rows of +-1 in one block, whose rotation has one value that is not zero."""
-    block = _tbq4.block_of(head_dim)
-    rows = np.rint(reference.unrotate(np.eye(head_dim)) * block**0.5)
-    np.testing.assert_array_equal(np.abs(rows).sum(axis=1), block)
-    return rows.astype(np.float16)
-
-
-def codes_of_all_bytes(head_dim: int) -> np.ndarray:
-    """Return ``[sequences, TOKENS, 1, bytes]``: every 16 neighboring bytes of a row take all 256 values in 16 rows.
-
-    So each lane, which looks up a quarter of a block's bytes of a row or more, meets all of them. What a byte's place
-    in its word has to do with its value depends on the row.
-    """
-    sequence, row, byte = np.ogrid[:16, :TOKENS, : head_dim // 2]
-    return ((16 * sequence + byte % 16 + 5 * row) % 256).astype(np.uint8)[:, :, None]
 
 
 def check_scores(head_dim: int, step: int = 1, **more: Any) -> None:
@@ -72,22 +43,6 @@ def test_scores_of_one_hot_queries_are_the_levels_of_all_bytes(head_dim: int, de
 @pytest.mark.parametrize("head_dim", [256, 512])
 def test_scores_of_some_one_hot_queries_are_the_levels_of_several_blocks(head_dim: int) -> None:
     check_scores(head_dim, step=head_dim // 64)
-
-
-def pairs_of_tokens() -> list[tuple[int, int]]:
-    """Return the tokens of each 16 that one operand of V pairs; see tile_row in cuda_src/common/tile16.cuh."""
-    return [(8 * half + t, 8 * half + 4 + (t ^ 1)) for half in (0, 1) for t in range(4)]
-
-
-def codes_of_all_pairs(head_dim: int) -> np.ndarray:
-    """Return ``[sequences, TOKENS, 1, bytes]`` in which two tokens that are decoded together hold all 65,536 pairs."""
-    num_bytes, pairs = head_dim // 2, pairs_of_tokens()
-    shape = (65536 // (len(pairs) * num_bytes), len(pairs), num_bytes)
-    drawn = np.random.default_rng(0).permutation(65536).reshape(shape)
-    codes = np.empty((shape[0], TOKENS, 1, num_bytes), np.uint8)
-    for i, (a, b) in enumerate(pairs):
-        codes[:, a, 0], codes[:, b, 0] = drawn[:, i] >> 8, drawn[:, i] & 255
-    return codes
 
 
 def decoded(codes: np.ndarray, norms: np.ndarray, **more: Any) -> np.ndarray:

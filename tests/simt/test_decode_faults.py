@@ -20,9 +20,9 @@ CODES = replace(RAW, **TBQ4, means=True, sinks=True)
 # Two blocks a row.
 BLOCKS = replace(CODES, head_dim=256)
 # Values of norms from 5e-6 to 6e4, in every sequence of another kind.
-NORMS = replace(CODES, values="tiny_v", kv_len=(300, 301, 302), dtype="bfloat16")
+NORMS = replace(CODES, values="tiny_v", kv_len=(900, 901, 902), dtype="bfloat16")
 # A sink has some weight.
-SINKS = replace(CODES, values="normal", kv_len=(20, 420))
+SINKS = replace(CODES, values="normal", kv_len=(20, 1000))
 KEPT = replace(CODES, num_sink=3, num_recent=7, page_size=None, seqlen_q=1)
 
 
@@ -106,7 +106,7 @@ FAULTS = {
     ),
     "a dense cache that steps over a tile": in_common("kv_ring", DENSE, "k.step();", "k.step(); k.step();"),
     "norms that do not step": in_common(
-        "kv_ring", replace(SINKS, page_size=None), "norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token;",
+        "kv_ring", replace(SINKS, page_size=None), "norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();",
         "norms_at += 0;",
     ),
     # Softmax and masks

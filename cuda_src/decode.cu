@@ -584,11 +584,19 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   finish(p, w, sm);
 }
 
+// The next multiple of BYTES in the shared window, where a table begins; 0: the memory itself.
+template <int BYTES>
+__device__ __forceinline__ u8* after_lead(u8* memory) {
+  if constexpr (BYTES == 0) {
+    return memory;
+  } else {
+    return memory + (BYTES - ptx::smem_addr(memory) % BYTES);
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     decode_kernel(const __grid_constant__ DecodeParams p) {
-  u8* memory = ptx::dynamic_smem();
-  if constexpr (cfg::LEAD_BYTES > 0) memory += cfg::LEAD_BYTES - ptx::smem_addr(memory) % cfg::LEAD_BYTES;
-  decode(p, *reinterpret_cast<Smem*>(memory));
+  decode(p, *reinterpret_cast<Smem*>(after_lead<cfg::LEAD_BYTES>(ptx::dynamic_smem())));
 }

@@ -11,7 +11,11 @@ WORKERS = 2
 
 
 def unique(device):
-    return list(dict.fromkeys(_plan.shipped_configs(device)))
+    """Every config; with TBQ4 the two dtypes of Q differ in a conversion, so that one of them does for most GPUs."""
+    configs = dict.fromkeys(_plan.shipped_configs(device))
+    if device.arch in {"sm_80", "sm_90a"}:
+        return list(configs)
+    return [c for c in configs if not (c.kernel == "decode" and c.uses_tbq4 and c.dtype is _plan.Dtype.FP16)]
 
 
 @pytest.mark.parametrize("arch", list(_plan.DEVICES))

@@ -110,7 +110,8 @@ def decode(
     NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
     or ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
     synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from
-    CuPy's pool if there is more than one split. The same call gives the same bits every time.
+    CuPy's pool if there is more than one split, and a little more with rows kept in 16 bits, whose one or two launches
+    give parts of their own. The same call gives the same bits every time.
 
     A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), `kv_len` is
     on the GPU, and the graph's memory stays its own: results (`out`, the lse) are kept alive, and the workspace comes
@@ -120,6 +121,9 @@ def decode(
     afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
     stream. `out` must not share memory with the caches, and must be writable memory, which CuPy does not check for
     others' arrays.
+
+    Rows in TBQ4 are never written out in 16 bits: codes become float16 levels on their way into tensor cores, norms
+    multiply scores and probabilities in float32, and `q` and `out` are rotated in the kernel (``docs/decode.md``).
 
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
 

@@ -52,3 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif item.get_closest_marker("gpu") and gpu_is_missing():
             item.add_marker(pytest.mark.skip(reason=gpu_is_missing()))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give the memory of a GPU test back: several processes of tests share a GPU, and pools keep what was freed."""
+    if item.get_closest_marker("gpu") and not gpu_is_missing():
+        from cupy import get_default_memory_pool
+
+        get_default_memory_pool().free_all_blocks()

@@ -212,7 +212,8 @@ _DECODE_SMALL = {
     (512, 1): DecodeTile(16, 2, 2),
 }
 # TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little. Decoding takes registers as well:
-# with more than 64 for accumulators a thread would spill, but at head_dim 64 and 512.
+# with more than 64 for accumulators a thread would spill, but at head_dim 64 and 512. Measured for one row tile at
+# head_dim 128 and 256 on an H200 (docs/decode.md); the others are by analogy.
 _TBQ4_LARGE = {
     (64, 1): DecodeTile(32, 6, 12, 256),
     (64, 2): DecodeTile(32, 6, 8, 256),

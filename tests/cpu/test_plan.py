@@ -1,35 +1,34 @@
 """Plans: what they promise to the kernels, for every config and device, without a GPU."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn import _plan
+from cuattn import _plan, _tbq4
 from cuattn._plan import DEVICES, DecodeProblem, Device, Dtype, KvFormat
 
 BOTH_RAW = (KvFormat.RAW16, KvFormat.RAW16)
 devices = st.sampled_from(list(DEVICES.values()))
-problems = st.builds(
-    DecodeProblem,
-    dtype=st.sampled_from((Dtype.FP16, Dtype.BF16)),
-    k_format=st.just(KvFormat.RAW16),
-    v_format=st.just(KvFormat.RAW16),
-    batch=st.integers(1, 300),
-    seqlen_q=st.integers(1, _plan.MAX_SEQLEN_Q),
-    num_qo_heads=st.just(0),
-    num_kv_heads=st.integers(1, 64),
-    head_dim=st.sampled_from(_plan.HEAD_DIMS),
-    max_kv_len=st.integers(0, 2**20),
-)
 
 
 @st.composite
 def planned(draw):
-    from dataclasses import replace
-
-    problem = draw(problems)
-    group = draw(st.integers(1, _plan.MAX_GROUP))
-    return replace(problem, num_qo_heads=group * problem.num_kv_heads), draw(devices)
+    """Draw a problem of any formats, with a head_dim that they have, and a device."""
+    formats = draw(st.sampled_from(list(product(KvFormat, KvFormat))))
+    num_kv_heads = draw(st.integers(1, 64))
+    problem = DecodeProblem(
+        draw(st.sampled_from((Dtype.FP16, Dtype.BF16))),
+        *formats,
+        batch=draw(st.integers(1, 300)),
+        seqlen_q=draw(st.integers(1, _plan.MAX_SEQLEN_Q)),
+        num_qo_heads=draw(st.integers(1, _plan.MAX_GROUP)) * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from(_tbq4.HEAD_DIMS if KvFormat.TBQ4 in formats else _plan.HEAD_DIMS)),
+        max_kv_len=draw(st.integers(0, 2**20)),
+    )
+    return problem, draw(devices)
 
 
 @given(planned())
@@ -44,6 +43,18 @@ def test_a_plan_fits_its_device_and_covers_every_row(case):
     assert 1 <= plan.num_splits <= _plan.MAX_SPLITS
     assert plan.grid == (plan.num_splits * plan.row_blocks, problem.num_kv_heads, problem.batch)
     assert config in _plan.shipped_configs(device)
+
+
+@given(planned())
+def test_tiles_of_codes_have_a_table_and_a_ring_that_norms_may_be_late_in(case):
+    """What decode.cu asserts of them, for every device."""
+    config = _plan.decode_config(*(getattr(case[0], x) for x in ("dtype", "k_format", "v_format", "head_dim", "rows")),
+                                 case[1])  # fmt: skip
+    assert (config.table_stride in {128, 256}) == config.uses_tbq4
+    if config.uses_tbq4:
+        assert config.num_stages >= 4
+    assert config.num_stages % 2 == 0 or config.k_format is config.v_format
+    assert 0 <= config.warps_below < config.num_warps
 
 
 @given(planned())

@@ -1,4 +1,4 @@
-"""Every shipped config through NVRTC for every architecture: no spill, no stack, and the static_asserts hold."""
+"""Shipped configs through NVRTC for every architecture: no spill, no stack, and the static_asserts hold."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,13 +11,19 @@ WORKERS = 2
 
 
 def unique(device):
-    """Every config; of decode and merge one 16-bit dtype does for most GPUs: the two differ in conversions."""
-    configs = dict.fromkeys(_plan.shipped_configs(device))
-    if device.arch in {"sm_80", "sm_90a"}:
-        return list(configs)
+    """Every config for an H200; for other GPUs those that differ in more than a conversion or are not made of others."""
+    configs = list(dict.fromkeys(_plan.shipped_configs(device)))
+    if device.arch == "sm_90a":
+        return configs
     fp16 = _plan.Dtype.FP16
-    twins = {"decode": lambda c: c.dtype is fp16, "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype)}
-    return [c for c in configs if c.kernel not in twins or not twins[c.kernel](c)]
+    alike = {
+        "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
+        "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype),
+        "append": lambda c: c.k_format is not c.v_format,
+        "quantize": lambda c: c.dtype is fp16,
+        "dequantize": lambda c: c.dtype is fp16,
+    }
+    return [c for c in configs if not alike[c.kernel](c)]
 
 
 @pytest.mark.parametrize("arch", list(_plan.DEVICES))

@@ -11,7 +11,7 @@ WORKERS = 2
 
 
 def unique(device):
-    """Every config for an H200; for other GPUs those that differ in more than a conversion or are not made of others."""
+    """Every config for an H200; for other GPUs those that differ from another in more than a conversion."""
     configs = list(dict.fromkeys(_plan.shipped_configs(device)))
     if device.arch == "sm_90a":
         return configs

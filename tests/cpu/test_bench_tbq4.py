@@ -400,7 +400,7 @@ def test_readme_without_a_record_says_what_to_run(tmp_path):
 
 def test_readme_shows_the_newest_record():
     if (newest := readme.newest(record.RESULTS)) is None:
-        pytest.skip("bench/results has no record of the topic tbq4 yet")
+        pytest.skip(reason="bench/results has no record of the topic tbq4 yet")
     text = (timing.ROOT / "README.md").read_text()
 
     assert text == readme.updated(text, newest), "run python -m bench readme"

@@ -94,7 +94,7 @@ ENDS = {
 def test_rows_at_the_ends_of_the_format_follow_its_rules(name, dtype, with_mean):
     row, norm_bits, clamped = ENDS[name]
     if dtype == "float16" and np.isfinite(row).all() and np.abs(row).max() > 65504:
-        pytest.skip("float16 has no such value")
+        pytest.skip(reason="float16 has no such value")
     # Among ordinary rows, which must not notice.
     x = np.random.default_rng(7).standard_normal((20, 1, 128)).astype(DTYPES[dtype])
     x[[3, 11, 19], 0] = row.astype(DTYPES[dtype])

@@ -99,7 +99,7 @@ def append(
         return
     if not _arrays.is_gpu(call.k.rows):
         reference.append(
-            call.k.rows, call.v.rows, call.k.cache, call.v.cache, call.kv_len, page_table=call.page_table,
+            call.k.rows, call.v.rows, call.k.target, call.v.target, call.kv_len, page_table=call.page_table,
             k_sink=call.k.sink, v_sink=call.v.sink, k_recent=call.k.recent, v_recent=call.v.recent,
         )  # fmt: skip
         return
@@ -108,8 +108,7 @@ def append(
     with cupy.cuda.Device(ordinal):
         device = _arrays.device(ordinal)
         kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
-        means = [None if side.mean is None else cupy.ascontiguousarray(side.mean) for side in (call.k, call.v)]
-        config, params = append_config(call), append_params(call, kv_len, *means)
+        config, params = append_config(call), append_params(call, kv_len)
         threads = (config.num_warps * _plan.WARP, 1, 1)
         _jit.kernel(config, ordinal, device.arch).launch(config.grid(call.num_rows, device), threads, params)
 
@@ -117,13 +116,13 @@ def append(
 def append_config(call: _check.AppendCall) -> _plan.AppendConfig:
     """Config of append.cu for a checked call."""
     in_dtype, dtype = _plan.Dtype(_arrays.dtype_name(call.k.rows)), _plan.Dtype(call.dtype)
-    return _plan.AppendConfig(in_dtype, dtype, call.k.kv_format, call.v.kv_format, call.k.rows.shape[-1])
+    return _plan.AppendConfig(in_dtype, dtype, call.k.cache.kv_format, call.v.cache.kv_format, call.k.rows.shape[-1])
 
 
-def _side(side: _check.AppendSide, mean: Array | None) -> np.void:
-    values: dict[str, Any] = {"mean": _arrays.pointer(mean), "clamped": _arrays.pointer(side.clamped)}
+def _side(side: _check.AppendSide) -> np.void:
+    values: dict[str, Any] = {"mean": _arrays.pointer(side.cache.mean), "clamped": _arrays.pointer(side.clamped)}
     for name, array, first in (
-        ("rows", side.rows, "batch"), ("cache", side.values, "page"), ("norms", side.norms, "page"),
+        ("rows", side.rows, "batch"), ("cache", side.cache.rows, "page"), ("norms", side.cache.norms, "page"),
         ("sink", side.sink, "batch"), ("recent", side.recent, "batch"),
     ):  # fmt: skip
         values[name] = _arrays.pointer(array)
@@ -134,21 +133,19 @@ def _side(side: _check.AppendSide, mean: Array | None) -> np.void:
     return filled
 
 
-def append_params(
-    call: _check.AppendCall, kv_len: Array, k_mean: Array | None, v_mean: Array | None
-) -> np.ndarray[Any, Any]:
-    """Fill the parameters of append.cu from arrays in one place; means are contiguous."""
+def append_params(call: _check.AppendCall, kv_len: Array) -> np.ndarray[Any, Any]:
+    """Fill the parameters of append.cu from arrays in one place."""
     table = call.page_table
     values: dict[str, Any] = {
-        "k": _side(call.k, k_mean),
-        "v": _side(call.v, v_mean),
+        "k": _side(call.k),
+        "v": _side(call.v),
         "kv_len": _arrays.pointer(kv_len),
         "page_table": _arrays.pointer(table),
         "kv_len_stride": kv_len.strides[0],
         "num_rows": call.num_rows,
         "seqlen_new": call.k.rows.shape[1],
         "num_kv_heads": call.k.rows.shape[2],
-        "page_size": call.k.cache.shape[1],
+        "page_size": call.k.cache.page_size,
         "capacity": call.capacity,
         "num_sink": 0 if call.k.sink is None else call.k.sink.shape[1],
         "num_recent": 0 if call.k.recent is None else call.k.recent.shape[1],

@@ -150,12 +150,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
-  RowNorms<K::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
-#pragma unroll
-  for (int i = 0; i < KEY_BLOCKS; ++i) {
-    row_norms[i][0] = norms_of<K>(tile, i * 16 + tile_row(lane / 4));
-    row_norms[i][1] = norms_of<K>(tile, i * 16 + tile_row(lane / 4) + 8);
-  }
+  const TileNorms<K> row_norms(tile, lane);
 #pragma unroll PARTS_AT_ONCE
   for (int part = 0; part < K::PARTS; ++part) {
     typename K::Keys keys[KEY_BLOCKS];
@@ -190,7 +185,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
     }
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
-      const float norms[2] = {row_norms[i][0].get(part), row_norms[i][1].get(part)};
+      const float norms[2] = {row_norms.rows[i][0].get(part), row_norms.rows[i][1].get(part)};  // of rows g and g + 8
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -519,18 +514,13 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
     loader.load_ahead<false>(lane);
-    RowNorms<V::NORMS> row_norms[KEY_BLOCKS][2];  // of rows g and g + 8
-#pragma unroll
-    for (int i = 0; i < KEY_BLOCKS; ++i) {
-      row_norms[i][0] = norms_of<V>(slot, i * 16 + tile_row(g));
-      row_norms[i][1] = norms_of<V>(slot, i * 16 + tile_row(g) + 8);
-    }
+    const TileNorms<V> row_norms(slot, lane);
     Weights weights;
 #pragma unroll
     for (int part = 0; part < V::PARTS; ++part) {
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS; ++i) {
-        const float norms[2] = {row_norms[i][0].get(part), row_norms[i][1].get(part)};
+        const float norms[2] = {row_norms.rows[i][0].get(part), row_norms.rows[i][1].get(part)};  // of rows g and g + 8
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from cuattn import _arrays, _plan, _tbq4
 from cuattn._arrays import Array, as_array, dtype_name, is_gpu, place
+from cuattn._cache import Cache
 from cuattn._check.arguments import (
     CPU_DTYPES,
     GPU_DTYPES,
@@ -23,6 +23,7 @@ from cuattn._check.arguments import (
     require_shape,
     require_writable,
 )
+from cuattn._check.cache import arrays_of, taken
 from cuattn._check.lengths import lengths_of, require_page_table, require_pages
 
 # The kernel counts pieces of rows in 32 bits, with room for a step past the end.
@@ -36,38 +37,26 @@ class AppendSide:
     Attributes
     ----------
     rows : array, shape (batch, seqlen_new, num_kv_heads, head_dim)
-    cache : array of a 16-bit dtype or Tbq4Array, shape (num_pages, page_size, num_kv_heads, head_dim)
+    cache : Cache
     clamped : array of one int32, or None
         What counts the norms too large for float16.
     sink : array, shape (batch, num_sink, num_kv_heads, head_dim), or None
     recent : array, shape (batch, num_recent, num_kv_heads, head_dim), or None
+    given : array or Tbq4Array
+        The cache as the caller has it.
     """
 
     rows: Array
-    cache: Any
+    cache: Cache
     clamped: Array | None
     sink: Array | None
     recent: Array | None
+    given: Any
 
     @property
-    def kv_format(self) -> _plan.KvFormat:
-        """Format of the cache."""
-        return _plan.KvFormat.TBQ4 if is_tbq4(self.cache) else _plan.KvFormat.RAW16
-
-    @property
-    def values(self) -> Array:
-        """The cache, or its codes."""
-        return self.cache.codes if is_tbq4(self.cache) else self.cache
-
-    @property
-    def norms(self) -> Array | None:
-        """Norms of a TBQ4 cache."""
-        return self.cache.norms if is_tbq4(self.cache) else None
-
-    @property
-    def mean(self) -> Array | None:
-        """What is subtracted before encoding."""
-        return self.cache.mean if is_tbq4(self.cache) else None
+    def target(self) -> Any:  # noqa: ANN401  an array or a Tbq4Array
+        """What the reference writes to: a view of the caller's array, or the `Tbq4Array`, which has the counter."""
+        return self.cache.rows if self.cache.norms is None else self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +88,11 @@ class AppendCall:
     @property
     def dtype(self) -> str:
         """Dtype of the 16-bit arrays; that of the rows, or float16, where there are none."""
-        given = [x for s in (self.k, self.v) for x in (s.cache, s.sink, s.recent) if x is not None and not is_tbq4(x)]
+        sides = (self.k, self.v)
+        raw = [s.cache.rows if s.cache.norms is None else None for s in sides]
+        given = [x for x in (*raw, *(x for s in sides for x in (s.sink, s.recent))) if x is not None]
         name = dtype_name(given[0] if given else self.k.rows)
         return name if name in GPU_DTYPES else GPU_DTYPES[0]
-
-
-def is_tbq4(cache: object) -> bool:
-    """Whether a cache is a `Tbq4Array`."""
-    from cuattn._quantize import Tbq4Array  # which needs this package
-
-    return isinstance(cache, Tbq4Array)
-
-
-def _parts(name: str, cache: Any) -> Iterator[tuple[str, Array]]:  # noqa: ANN401  an array or a Tbq4Array
-    """Yield names and arrays of what a cache consists of."""
-    if is_tbq4(cache):
-        yield f"{name}.codes", cache.codes
-        yield f"{name}.norms", cache.norms
-    else:
-        yield name, cache
 
 
 def _new_rows(k_new: Array, v_new: Array) -> None:
@@ -135,32 +110,37 @@ def _new_rows(k_new: Array, v_new: Array) -> None:
         raise ValueError(msg)
 
 
-def _cache(name: str, cache: Any, k_new: Array, *, paged: bool) -> None:  # noqa: ANN401  an array or a Tbq4Array
+def _cache(name: str, cache: Cache, k_new: Array, *, paged: bool) -> None:
     heads, head_dim = k_new.shape[-2:]
     leading = "(num_pages, page_size" if paged else "(batch, capacity"
-    if is_tbq4(cache):
-        require_rank(f"{name}.codes", cache.codes, (4,), f"{leading}, num_kv_heads, head_dim / 2)")
+    if cache.norms is not None:
+        require_rank(f"{name}.codes", cache.rows, (4,), f"{leading}, num_kv_heads, head_dim / 2)")
         if head_dim not in _tbq4.HEAD_DIMS:
             msg = f"k_new has head_dim {head_dim}; supported for TBQ4, the format of {name}: {listed(_tbq4.HEAD_DIMS)}"
             raise ValueError(msg)
-        require_rows(f"{name}.codes", cache.codes)
+        require_rows(f"{name}.codes", cache.rows)
     else:
-        require_rank(name, cache, (4,), f"{leading}, num_kv_heads, head_dim)")
-        require_dtype(name, cache, GPU_DTYPES)
-        require_rows(name, cache)
-    if tuple(cache.shape[2:]) != (heads, head_dim):
-        msg = f"{name} must have {heads} KV heads and head_dim {head_dim} as k_new, got shape {tuple(cache.shape)}"
+        require_rank(name, cache.rows, (4,), f"{leading}, num_kv_heads, head_dim)")
+        require_dtype(name, cache.rows, GPU_DTYPES)
+        require_rows(name, cache.rows)
+    if cache.shape[2:] != (heads, head_dim):
+        msg = f"{name} must have {heads} KV heads and head_dim {head_dim} as k_new, got shape {cache.shape}"
         raise ValueError(msg)
-    for part, x in _parts(name, cache):
+    for part, x in _written(name, cache).items():
         require_writable(part, x)
 
 
-def _counter(name: str, cache: Any) -> Array | None:  # noqa: ANN401  an array or a Tbq4Array
+def _written(name: str, cache: Cache) -> dict[str, Array]:
+    """Arrays of a cache that are written, by the names that messages use."""
+    return {part: x for part, x in arrays_of(name, cache).items() if x is not None and x is not cache.mean}
+
+
+def _counter(name: str, given: Any, cache: Cache) -> Array | None:  # noqa: ANN401  an array or a Tbq4Array
     """Return what counts clamped norms, if it is an array in which they can be counted."""
-    if not is_tbq4(cache) or isinstance(cache.clamped, (int, np.integer)):
+    if cache.norms is None or isinstance(given.clamped, (int, np.integer)):
         return None
-    counter = as_array(f"{name}.clamped", cache.clamped)
-    if dtype_name(counter) != "int32" or counter.size != 1 or place(counter) != place(cache.codes):
+    counter = as_array(f"{name}.clamped", given.clamped)
+    if dtype_name(counter) != "int32" or counter.size != 1 or place(counter) != place(cache.rows):
         return None
     require_writable(f"{name}.clamped", counter)
     return counter
@@ -208,10 +188,7 @@ def append(
 ) -> AppendCall:
     """Check the arguments of `append`; parameters and errors are documented there."""
     k_new, v_new = as_array("k_new", k_new), as_array("v_new", v_new)
-    k_cache, v_cache = (
-        cache if is_tbq4(cache) else as_array(name, cache)
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))
-    )
+    keys, values = taken("k_cache", k_cache), taken("v_cache", v_cache)
     k_sink, v_sink, k_recent, v_recent, page_table = (
         None if x is None else as_array(name, x)
         for name, x in (
@@ -220,18 +197,18 @@ def append(
         )
     )  # fmt: skip
     copies = {"k_sink": k_sink, "v_sink": v_sink, "k_recent": k_recent, "v_recent": v_recent}
-    outputs = dict(_parts("k_cache", k_cache)) | dict(_parts("v_cache", v_cache))
+    outputs = _written("k_cache", keys) | _written("v_cache", values)
     outputs |= {name: x for name, x in copies.items() if x is not None}
     require_one_place({"k_new": k_new, "v_new": v_new, **outputs, "page_table": page_table})
     _new_rows(k_new, v_new)
     batch, paged = k_new.shape[0], page_table is not None
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, cache in (("k_cache", keys), ("v_cache", values)):
         _cache(name, cache, k_new, paged=paged)
-    if tuple(v_cache.shape) != tuple(k_cache.shape):
-        msg = f"v_cache must have shape {tuple(k_cache.shape)} (the shape of k_cache), got {tuple(v_cache.shape)}"
+    if values.shape != keys.shape:
+        msg = f"v_cache must have shape {keys.shape} (the shape of k_cache), got {values.shape}"
         raise ValueError(msg)
-    if not paged and k_cache.shape[0] != batch:
-        msg = f"k_cache must have batch {batch} as k_new (it is dense: page_table is None), got shape {k_cache.shape}"
+    if not paged and keys.num_pages != batch:
+        msg = f"k_cache must have batch {batch} as k_new (it is dense: page_table is None), got shape {keys.shape}"
         raise ValueError(msg)
     _pair("sink", k_sink, v_sink, k_new)
     _pair("recent", k_recent, v_recent, k_new)
@@ -239,8 +216,7 @@ def append(
     for name, x in halves[1:]:
         require_dtype(name, x, (dtype_name(halves[0][1]),), f" (the dtype of {halves[0][0]})")
     _require_apart(outputs)
-    num_pages, page_size = k_cache.shape[:2]
-    capacity = page_size * (1 if page_table is None else page_table.shape[-1])
+    capacity = keys.page_size * (1 if page_table is None else page_table.shape[-1])
     if capacity > _plan.MAX_KV_LEN:
         msg = f"k_cache must hold at most {_plan.MAX_KV_LEN} tokens a sequence, got {capacity}"
         raise ValueError(msg)
@@ -250,10 +226,10 @@ def append(
     if page_table is not None:
         require_page_table(page_table, batch, of="k_new")
         if not is_gpu(lengths):
-            require_pages(page_table, lengths - k_rows.shape[1], lengths, num_pages, page_size)
+            require_pages(page_table, lengths - k_rows.shape[1], lengths, keys.num_pages, keys.page_size)
     return AppendCall(
-        k=AppendSide(k_rows, k_cache, _counter("k_cache", k_cache), k_sink, k_recent),
-        v=AppendSide(v_rows, v_cache, _counter("v_cache", v_cache), v_sink, v_recent),
+        k=AppendSide(k_rows, keys, _counter("k_cache", k_cache, keys), k_sink, k_recent, k_cache),
+        v=AppendSide(v_rows, values, _counter("v_cache", v_cache, values), v_sink, v_recent, v_cache),
         kv_len=lengths,
         page_table=page_table,
         capacity=capacity,

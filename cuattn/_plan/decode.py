@@ -363,7 +363,8 @@ class DecodePlan:
             f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
             f"  traffic    {self.problem.kv_bytes / 1e6:.1f} MB of K and V, {self.problem.flops / 1e9:.2f} GFLOP{roof}",
         ]
-        lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
+        caches = f", K {p.k_format.value}, V {p.v_format.value}" if c.uses_tbq4 else ""
+        lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}{caches}, up to {p.max_kv_len} keys"
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
         return "\n".join(lines)
 
@@ -373,7 +374,8 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
 
     The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is
     enough to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further
-    split costs workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills.
+    split costs workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills. With
+    TBQ4, as many as run in the same rounds.
 
     Parameters
     ----------
@@ -397,7 +399,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     splits = next(s for s in range(1, limit + 1) if busy(s) >= 0.95 * best)
     rounds = ceil_div(splits * ctas, device.num_sms)
     if config.uses_tbq4:
-        # Bound by the SMs rather than by memory: the last few percent of them count.
+        # The SMs are the bound rather than memory (docs/decode.md): the last few percent of them count.
         splits = max(splits, min(limit, rounds * device.num_sms // ctas))
     return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy over {rounds} a SM"
 

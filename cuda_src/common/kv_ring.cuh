@@ -8,6 +8,7 @@
 #include "common/paging.cuh"
 #include "common/params.cuh"
 #include "common/ptx.cuh"
+#include "common/tile16.cuh"
 
 template <class Kv>
 constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
@@ -44,15 +45,22 @@ struct RowNorms<0> {
   __device__ __forceinline__ float get(int) const { return 1.f; }
 };
 
-// Norms of row `row` of a tile.
+// Norms of the rows of a tile whose scores a lane has: operand rows g and g + 8 of every 16.
 template <class Kv>
-__device__ __forceinline__ RowNorms<Kv::NORMS> norms_of(const u8* tile, int row) {
-  if constexpr (Kv::NORMS == 0) {
-    return {};
-  } else {
-    return reinterpret_cast<const RowNorms<Kv::NORMS>*>(tile + cfg::TILE_KV * Kv::ROW_BYTES)[row];
+struct TileNorms {
+  RowNorms<Kv::NORMS> rows[cfg::TILE_KV / 16][2];
+
+  __device__ __forceinline__ TileNorms(const u8* tile, int lane) {
+    if constexpr (Kv::NORMS > 0) {
+      const auto* norms = reinterpret_cast<const RowNorms<Kv::NORMS>*>(tile + cfg::TILE_KV * Kv::ROW_BYTES);
+#pragma unroll
+      for (int i = 0; i < cfg::TILE_KV / 16; ++i) {
+        rows[i][0] = norms[i * 16 + tile_row(lane / 4)];
+        rows[i][1] = norms[i * 16 + tile_row(lane / 4) + 8];
+      }
+    }
   }
-}
+};
 
 // The rows of K (`IS_K`) or of V of this CTA's KV head: where they lie in global memory, and the norms of the tile
 // before, which wait in registers for this one. Addresses are made from the parameters where they are needed: few are,

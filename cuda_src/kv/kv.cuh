@@ -11,6 +11,7 @@
 //   fetch_queries, store_queries  Q on its way, and in a shared tile
 //   restore_rows            O from shared memory
 //   fill_table              what its operands look up
+//   KeyLane, ValueLane      what a lane needs of the table and of tiles for every step
 //   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part
 //   dim(mb, g, upper)       head_dim of the rows of V's operands
 //   O_STRIDE, o_place, store_o    rows of O in shared memory

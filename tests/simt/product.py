@@ -133,8 +133,7 @@ def append_arrays(
     (*arrays, kv_len), options = problem.arguments(bases)
     call = _check.append(*arrays, 0, **options)
     config = _append.append_config(call)
-    means = [None if side.mean is None else np.ascontiguousarray(side.mean) for side in (call.k, call.v)]
-    params = _append.append_params(call, kv_len, *means)
+    params = _append.append_params(call, kv_len)
     grid, threads = config.grid(call.num_rows, TWO_SMS), (config.num_warps * _plan.WARP, 1, 1)
     build(config, patches).launch("append_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
     return bases

@@ -165,10 +165,8 @@ FAULTS = {
     "another order of the second rows in V of codes": in_format(
         "tbq4", CODES, "offset_of_byte(tile_row(2 * t + 1)", "offset_of_byte(2 * t + 1"
     ),
-    "another order of norms": Fault(
-        CODES, tuple(("decode.cu", f"norms_of<{kv}>({tile}, i * 16 + tile_row({g}));",
-                      f"norms_of<{kv}>({tile}, i * 16 + {g});")
-                     for kv, tile, g in (("K", "tile", "lane / 4"), ("V", "slot", "g")))
+    "another order of norms": in_common(
+        "kv_ring", CODES, "norms[i * 16 + tile_row(lane / 4)];", "norms[i * 16 + lane / 4];"
     ),
     "codes of a byte exchanged": in_format("tbq4", CODES, "byte & 15", "byte >> 4 & 15"),
     # First and newest tokens

@@ -154,12 +154,15 @@ struct Launch {
   int num_memory;
 };
 
+class Stacks;
+
 struct Block {
   const Launch* launch = nullptr;
   dim3 block_idx = {};
   int threads = 0, done = 0;
   void (*body)(void* kernel, void** args) = nullptr;
   void* kernel = nullptr;
+  const Stacks* stacks = nullptr;
   char* smem = nullptr;  // dynamic shared memory
   size_t smem_bytes = 0;
   std::vector<Fiber> fibers;
@@ -400,34 +403,45 @@ inline std::vector<int> ordered(Block& b, int n) {
   fail("%s", text.c_str());
 }
 
-// The stacks are kept for the next launch.
-inline char* stack_arena(int threads) {
-  static char* arena = nullptr;
-  static int capacity = 0;
-  if (threads > capacity) {
-    if (arena) munmap(arena, STACK_BYTES * capacity);
-    void* p = mmap(nullptr, STACK_BYTES * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                   -1, 0);
+// Stacks of one launch. They are not kept: guard pages make two mappings of each, every library that is loaded would
+// keep its own, and a process may have some 65,000 mappings.
+class Stacks {
+ public:
+  explicit Stacks(int threads) : bytes_(STACK_BYTES * static_cast<size_t>(threads)) {
+    void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw Error{"cannot map the fiber stacks"};
-    arena = static_cast<char*>(p);
-    capacity = threads;
-    for (int i = 0; i < threads; i++) mprotect(arena + STACK_BYTES * i, PAGE_BYTES, PROT_NONE);
+    base_ = static_cast<char*>(p);
+    for (int i = 0; i < threads; i++) mprotect(of(i), PAGE_BYTES, PROT_NONE);
   }
+  ~Stacks() {
+    clean();
+    munmap(base_, bytes_);
+  }
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+
+  char* of(int thread) const { return base_ + STACK_BYTES * static_cast<size_t>(thread); }
+  // Forgets what AddressSanitizer knows of the frames of the block before.
+  void clean() const {
 #if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(arena, STACK_BYTES * capacity);
+    __asan_unpoison_memory_region(base_, bytes_);
 #endif
-  return arena;
-}
+  }
+
+ private:
+  char* base_;
+  size_t bytes_;
+};
 
 inline void prepare(Block& b) {
   const dim3 n = b.launch->block;
-  char* arena = stack_arena(b.threads);
+  b.stacks->clean();
   b.fibers = std::vector<Fiber>(b.threads);
   for (int i = 0; i < b.threads; i++) {
     Fiber& f = b.fibers[i];
     f.linear = i;
     f.thread_idx = {i % n.x, i / n.x % n.y, i / (n.x * n.y)};
-    f.stack = arena + STACK_BYTES * i;
+    f.stack = b.stacks->of(i);
     void** top = reinterpret_cast<void**>(f.stack + STACK_BYTES - 16);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(fiber_main);
@@ -541,6 +555,8 @@ void launch(const Launch& l, void (*kernel)(A...)) {
   if (posix_memalign(&p, 1024, l.smem_bytes + canary)) throw Error{"no memory for shared memory"};
   b.smem = static_cast<char*>(p);
   memset(b.smem + l.smem_bytes, 0x5a, canary);
+  const Stacks stacks(b.threads);
+  b.stacks = &stacks;
   block = &b;
   error.clear();
   for (int i : ordered(b, static_cast<int>(l.grid.x * l.grid.y * l.grid.z))) {

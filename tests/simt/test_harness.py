@@ -177,6 +177,18 @@ def faulty():
         return dict(zip(FAULTS, pool.map(lambda f: module(f.source, f.patches), FAULTS.values()), strict=True))
 
 
+def test_launches_leave_no_mapping_behind(tmp_path):
+    """A process has room for some 65,000, of which guard pages of stacks take two a thread."""
+    source = tmp_path / "threads.cu"
+    source.write_text('extern "C" __global__ void threads(int* out) { out[threadIdx.x] = threadIdx.x; }\n')
+    built, out = harness.build(source, kernels=["threads"]), np.zeros(512, np.int32)
+    maps = Path("/proc/self/maps")
+    before = len(maps.read_text().splitlines())
+    built.launch("threads", 1, 512, (out,))
+    assert len(maps.read_text().splitlines()) < before + 512
+    assert np.array_equal(out, np.arange(512))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen_under_every_seed(faulty, fault, seed):

@@ -19,13 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import _nvrtc
 from ._nvrtc import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import numpy as np
 
     from ._plan import Config
 
@@ -44,8 +44,16 @@ CUDA_SRC = _find_sources()
 
 # Larger requests need the function's attribute to be raised first.
 _DEFAULT_DYNAMIC_SMEM = 48 * 1024
+# Programmatic dependent launches exist from Hopper on, and graphs capture them from CUDA 12.3 on.
+_FIRST_ARCH_WITH_OVERLAP = 90
+_FIRST_DRIVER_WITH_OVERLAP = 12030
 # A temporary file is private; a cache folder may be shared.
 _MODE = 0o644
+
+
+def _number_of(arch: str) -> int:
+    """90 of ``"sm_90a"``."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
 
 
 def _literal(value: object) -> tuple[str, str]:
@@ -230,7 +238,7 @@ class Kernel:
         Registers, spills and static shared memory.
     """
 
-    def __init__(self, config: Config, cubin: Cubin) -> None:
+    def __init__(self, config: Config, cubin: Cubin, arch: str) -> None:
         import cupy
 
         self.config = config
@@ -240,9 +248,16 @@ class Kernel:
         if config.smem_bytes > _DEFAULT_DYNAMIC_SMEM:
             function.max_dynamic_shared_size_bytes = config.smem_bytes
         self._function = function
+        self._overlaps = (
+            _number_of(arch) >= _FIRST_ARCH_WITH_OVERLAP
+            and cupy.cuda.runtime.driverGetVersion() >= _FIRST_DRIVER_WITH_OVERLAP
+        )
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
         """Launch on the current stream of the current device.
+
+        The kernels wait by themselves for the grids before them, so they may start while those end: the launch, and
+        what a kernel does before it touches global memory, take no time then.
 
         Parameters
         ----------
@@ -250,7 +265,25 @@ class Kernel:
         params : numpy.ndarray, size 1, a dtype of `_params`
             Passed by value.
         """
-        self._function(grid, block, (params,), shared_mem=self.config.smem_bytes)
+        if not self._overlaps:
+            self._function(grid, block, (params,), shared_mem=self.config.smem_bytes)
+            return
+        import cupy
+        from cuda.bindings import driver
+
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
+        launch.sharedMemBytes = self.config.smem_bytes
+        launch.hStream = cupy.cuda.get_current_stream().ptr
+        launch.attrs, launch.numAttrs = [attribute], 1
+        pointers = np.array([params.ctypes.data], np.uintp)
+        (status,) = driver.cuLaunchKernelEx(launch, self._function.kernel.ptr, pointers.ctypes.data, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cannot launch {self.config.kernel}.cu for {self.config.describe()}: {status.name}")
 
 
 _kernels: dict[tuple[Config, int], Kernel] = {}
@@ -280,5 +313,5 @@ def kernel(config: Config, device: int, arch: str) -> Kernel:
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it; other kernels are not held up
         if (found := _kernels.get(key)) is None:
-            found = _kernels[key] = Kernel(config, build(config, arch))
+            found = _kernels[key] = Kernel(config, build(config, arch), arch)
     return found

@@ -48,8 +48,6 @@ struct Smem {
   float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K is in a rotated domain
   float m[cfg::NUM_WARPS][ROWS];
   float l[cfg::NUM_WARPS][ROWS];
-  float weight[cfg::NUM_WARPS][ROWS];  // of a warp's o in the result
-  float keys[ROWS];                    // sum of the keys' weights in the result
 };
 static_assert(cfg::LEAD_BYTES + sizeof(Smem) == cfg::SMEM_BYTES,
               "cuattn/_plan and decode.cu disagree on shared memory");
@@ -63,9 +61,12 @@ struct Work {
   int first;           // no row sees a key before it
   int begin, end;      // keys of this split, a whole number of tiles but at the end
 
-  __device__ __forceinline__ int token(const DecodeParams& p, int row) const { return (row0 + row) / p.group; }
+  // One token a sequence is the most frequent case, and a division takes as long as a trip to L2.
+  __device__ __forceinline__ int token(const DecodeParams& p, int row) const {
+    return p.seqlen_q == 1 ? 0 : (row0 + row) / p.group;
+  }
   __device__ __forceinline__ int head(const DecodeParams& p, int row) const {
-    return kv_head * p.group + (row0 + row) % p.group;
+    return kv_head * p.group + (p.seqlen_q == 1 ? row0 + row : (row0 + row) % p.group);
   }
   // Index of `row` in [num_splits, batch, seqlen_q, num_qo_heads].
   __device__ __forceinline__ i64 flat(const DecodeParams& p, int row) const {
@@ -88,8 +89,8 @@ __device__ __forceinline__ Work find_rows(const DecodeParams& p) {
   w.kv_head = blockIdx.y;
   const int all_rows = p.seqlen_q * p.group;
   const int row_blocks = (all_rows + ROWS - 1) / ROWS;
-  w.split = blockIdx.x / row_blocks;
-  w.row0 = blockIdx.x % row_blocks * ROWS;
+  w.split = row_blocks == 1 ? blockIdx.x : blockIdx.x / row_blocks;
+  w.row0 = row_blocks == 1 ? 0 : blockIdx.x % row_blocks * ROWS;
   w.num_rows = min(ROWS, all_rows - w.row0);
   return w;
 }
@@ -106,13 +107,21 @@ __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Wor
     w.begin = w.end = w.first;
     return;
   }
-  // Splits are whole steps and at least MIN_SPLIT keys; with few keys the last splits are empty. They begin at
-  // multiples of TILE_KV, so that a tile lies inside of a page if a page is a whole number of tiles.
+  // The keys are cut at multiples of TILE_KV, so that a tile lies inside of a page if a page is a whole number of
+  // tiles: into splits of whole steps of all warps where there are many, that no warp is left with one step more than
+  // the others; else of tiles. With few keys, splits have MIN_SPLIT and the last ones are empty.
   const int lo = w.first / cfg::TILE_KV * cfg::TILE_KV;
-  const int per_split = (hi - lo + p.num_splits - 1) / p.num_splits;
-  const int chunk = max(cfg::MIN_SPLIT, (per_split + cfg::TILE_KV - 1) / cfg::TILE_KV * cfg::TILE_KV);
-  w.begin = static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(w.split) * chunk));
-  w.end = max(w.begin, static_cast<int>(min(static_cast<i64>(hi), static_cast<i64>(w.begin) + chunk)));
+  const int unit = (hi - lo) / cfg::MIN_SPLIT >= cfg::MANY_STEPS * p.num_splits ? cfg::MIN_SPLIT : cfg::TILE_KV;
+  const int units = (hi - lo + unit - 1) / unit;
+  const int per_split = units / p.num_splits, rest = units - per_split * p.num_splits;
+  const auto begin_of = [&](int split) {
+    // No product or sum overflows: it is at most the number of units.
+    const int even = split * per_split + min(split, rest);
+    const int dense = static_cast<int>(min(static_cast<i64>(units), static_cast<i64>(split) * (cfg::MIN_SPLIT / unit)));
+    return static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(max(even, dense)) * unit));
+  };
+  w.begin = begin_of(w.split);
+  w.end = begin_of(w.split + 1);
 }
 
 // B operands of Q: from registers where they fit beside the accumulators, else from shared memory each time.
@@ -294,19 +303,23 @@ struct ScoreScale {
       }
     }
   }
-  __device__ __forceinline__ void apply(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], float softcap_log2) const {
+  // Calls f(x, e) for every score.
+  template <class F>
+  static __device__ __forceinline__ void for_all(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], F f) {
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[i][n][e];
-          x = K::IN_ROTATED_DOMAIN ? fmaf(x, factor[n][e % 2], bias[n][e % 2]) : x * factor[n][e % 2];
-          if (softcap_log2 != 0.f) x = softmax::softcap(x, softcap_log2);
-        }
+        for (int e = 0; e < 4; ++e) f(s[i][n][e], n, e % 2);
       }
     }
+  }
+  __device__ __forceinline__ void apply(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], float softcap_log2) const {
+    for_all(s, [&](float& x, int n, int c) {
+      x = K::IN_ROTATED_DOMAIN ? fmaf(x, factor[n][c], bias[n][c]) : x * factor[n][c];
+    });
+    if (softcap_log2 != 0.f) for_all(s, [&](float& x, int, int) { x = softmax::softcap(x, softcap_log2); });
   }
 };
 
@@ -330,11 +343,13 @@ __device__ __forceinline__ float over_warp(float x, Combine combine) {
   return x;
 }
 
-// Merges the warps, adds the sink, writes the result of the split.
-__device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Smem& sm) {
+// Merges the warps, adds the sink, writes the result of the split: a warp has a row, a lane four values of every 128.
+__device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Smem& sm) {
+  constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
   const bool direct = p.out_partial == nullptr;
-  __syncthreads();  // every warp's o, m, l are in shared memory
+  const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
   const int lane = threadIdx.x % WARP;
+#pragma unroll 1
   for (int row = threadIdx.x / WARP; row < w.num_rows; row += cfg::NUM_WARPS) {
     // A lane has the state of one warp.
     const bool of_warp = lane < cfg::NUM_WARPS;
@@ -348,68 +363,55 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, Sme
     }
     // Parts go to merge.cu as they are: a rounded lse would cost their weights the precision that it lost.
     const float scale = direct ? softmax::inverse_sum(l) : 1.f;
-    if (of_warp) sm.weight[lane][row] = softmax::weight(own_m, total_m) * scale;
-    if (lane != 0) continue;
-    sm.keys[row] = l_keys * softmax::weight(m, total_m) * scale;
-    if (!direct) {
-      reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(total_m, l);
-    } else if (p.lse != nullptr) {
-      p.lse[w.flat(p, row)] = softmax::lse(total_m, l);
+    const float own_weight = softmax::weight(own_m, total_m) * scale;  // of a warp's o in the result
+    const i64 flat = w.flat(p, row);
+    if (lane == 0) {
+      if (!direct) {
+        reinterpret_cast<float2*>(p.state_partial)[flat] = make_float2(total_m, l);
+      } else if (p.lse != nullptr) {
+        p.lse[flat] = softmax::lse(total_m, l);
+      }
+    }
+
+    float x[VECTORS][4];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i][j] = 0.f;
+    }
+#pragma unroll
+    for (int warp = 0; warp < cfg::NUM_WARPS; ++warp) {
+      const float weight = __shfl_sync(FULL_MASK, own_weight, warp);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const int dim = (i * WARP + lane) * 4;
+        if (dim >= cfg::HEAD_DIM) continue;
+        const float4 y = *reinterpret_cast<const float4*>(&sm.o[warp][row][V::o_place(dim)]);
+        x[i][0] += weight * y.x, x[i][1] += weight * y.y, x[i][2] += weight * y.z, x[i][3] += weight * y.w;
+      }
+    }
+    V::restore(x, lane);
+    // The mean counts with the keys' share of the weights.
+    const float keys = mean == nullptr ? 0.f : l_keys * softmax::weight(m, total_m) * scale;
+    u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
+              w.head(p, row) * p.out_stride_head;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int dim = (i * WARP + lane) * 4;
+      if (dim >= cfg::HEAD_DIM) continue;
+      if (mean != nullptr) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + dim + j);
+      }
+      if (direct) {
+        *reinterpret_cast<uint2*>(out + dim * sizeof(Elem)) =
+            make_uint2(ptx::pack2<Elem>(x[i][0], x[i][1]), ptx::pack2<Elem>(x[i][2], x[i][3]));
+      } else {
+        *reinterpret_cast<float4*>(p.out_partial + flat * cfg::HEAD_DIM + dim) =
+            make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+      }
     }
   }
-  __syncthreads();  // weights are in shared memory
-  const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
-  // Four values from `dim` on of a row.
-  const auto sum_warps = [&](int row, int dim) {
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int i = 0; i < cfg::NUM_WARPS; ++i) {
-      const float weight = sm.weight[i][row];
-      const float4 y = *reinterpret_cast<const float4*>(&sm.o[i][row][V::o_place(dim)]);
-      x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
-    }
-    return x;
-  };
-  if constexpr (V::IN_ROTATED_DOMAIN) {
-    // Few lanes rotate, all sum: each thread leaves its sums where only it has read.
-    for (int index = threadIdx.x; index < w.num_rows * cfg::HEAD_DIM / 4; index += cfg::NUM_WARPS * WARP) {
-      const int row = index / (cfg::HEAD_DIM / 4), dim = index % (cfg::HEAD_DIM / 4) * 4;
-      *reinterpret_cast<float4*>(&sm.o[0][row][V::o_place(dim)]) = sum_warps(row, dim);
-    }
-    __syncthreads();  // sums are in sm.o[0]
-  }
-  V::restore_rows(
-      w.num_rows,
-      [&](int row, int dim, auto& x) {
-#pragma unroll
-        for (int j = 0; j < static_cast<int>(sizeof(x) / sizeof(float)); j += 4) {
-          const float4 y = V::IN_ROTATED_DOMAIN ? *reinterpret_cast<const float4*>(&sm.o[0][row][V::o_place(dim + j)])
-                                                : sum_warps(row, dim + j);
-          x[j] = y.x, x[j + 1] = y.y, x[j + 2] = y.z, x[j + 3] = y.w;
-        }
-      },
-      [&](int row, int dim, auto& x) {
-        constexpr int COUNT = sizeof(x) / sizeof(float);
-        if (mean != nullptr) {
-#pragma unroll
-          for (int j = 0; j < COUNT; ++j) x[j] += sm.keys[row] * __ldg(mean + dim + j);
-        }
-        if (direct) {
-          u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
-                    w.head(p, row) * p.out_stride_head + dim * sizeof(Elem);
-#pragma unroll
-          for (int j = 0; j < COUNT; j += 4) {
-            reinterpret_cast<uint2*>(out)[j / 4] =
-                make_uint2(ptx::pack2<Elem>(x[j], x[j + 1]), ptx::pack2<Elem>(x[j + 2], x[j + 3]));
-          }
-        } else {
-          float* out = p.out_partial + w.flat(p, row) * cfg::HEAD_DIM + dim;
-#pragma unroll
-          for (int j = 0; j < COUNT; j += 4) {
-            reinterpret_cast<float4*>(out)[j / 4] = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
-          }
-        }
-      });
 }
 
 __device__ __forceinline__ u8* ring_of(Smem& sm, int warp) {
@@ -428,14 +430,15 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
 __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   Work w = find_rows(p);
-  const int length = given_length(p, w);  // on its way, as Q is, while the table is filled
-  const auto row_of_q = [&](int row) { return query(p, w, row); };
-  const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
   if constexpr (K::NORMS > 0) {
     K::fill_table(sm.table);
   } else {
     V::fill_table(sm.table);
   }
+  ptx::wait_for_grids_before();
+  const int length = given_length(p, w);
+  const auto row_of_q = [&](int row) { return query(p, w, row); };
+  const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
   find_keys(p, length, w);
   if (w.begin == w.end && w.split > 0) {
     // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
@@ -447,14 +450,17 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 
   u8* ring = ring_of(sm, warp);
   Loader<K, V> loader = make_loader(p, w, ring, warp, lane);
-#pragma unroll
-  for (int i = 0; i < cfg::NUM_STAGES - 1; ++i) {
+  const auto load = [&](int i) {
     if (i % 2 == 0) {
       loader.load_k(lane);
     } else {
       loader.load_v(lane);
     }
-  }
+  };
+  // A third tile waits for the norms of the first, so the rest comes right before the loop.
+  constexpr int BEFORE_Q = K::NORMS + V::NORMS > 0 ? 2 : cfg::NUM_STAGES - 1;
+#pragma unroll
+  for (int i = 0; i < BEFORE_Q; ++i) load(i);
   const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
   K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS, row_of_q, query_part);
   __syncthreads();  // q is in shared memory, and the table
@@ -486,6 +492,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     }
   };
 
+#pragma unroll
+  for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
   const u8* slot = ring;
   for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::NUM_WARPS * cfg::TILE_KV) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
@@ -552,6 +560,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     slot = Loader<K, V>::next_slot<V>(slot, ring);
   }
 
+  ptx::let_next_grid_start();
   state.reduce();
   ptx::cp_async_wait<0>();
   __syncthreads();  // all warps are done with the ring, whose memory sm.o takes over
@@ -571,6 +580,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       }
     }
   }
+  __syncthreads();  // every warp's o, m, l are in shared memory
   finish(p, w, sm);
 }
 

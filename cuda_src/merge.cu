@@ -52,6 +52,8 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     return make_float2(*source, *source == neg_inf() ? EMPTY_PART : 1.f);
   };
 
+  ptx::wait_for_grids_before();
+  ptx::let_next_grid_start();
   float m = neg_inf();
   for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, state(part).x);
 #pragma unroll

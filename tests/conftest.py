@@ -9,6 +9,9 @@ from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
+# JAX would take three quarters of the memory of a GPU that other processes of tests use as well.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
 settings.register_profile("gpu", max_examples=30, deadline=None)

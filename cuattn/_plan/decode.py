@@ -16,6 +16,9 @@ from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 # Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168.
 _Q_REGISTER_LIMIT = 128
 _WARPS_OF_255_REGISTERS = 8
+# Splits of that many steps of all warps are cut into whole ones: it takes less time if a few splits have a step more
+# than if one warp of each has. With fewer, a step more is too much.
+_MANY_STEPS = 8
 # The address of an entry of the table of levels is put together from bytes: code byte in the second, lane in the first.
 _WIDE_STRIDE = 256
 _TABLE_ALIGNMENT = 64 * KIB
@@ -102,13 +105,13 @@ class DecodeConfig:
         """``sizeof(Smem)`` in decode.cu, which asserts it.
 
         What lies below the table; the table of levels and the other rings (later o); q with a scale and a bias a row;
-        m, l and weight a warp; and the sum of a row's weights.
+        m and l of a warp.
         """
         loop = self.table_bytes + (self.num_warps - self.warps_below) * self._ring_bytes
         padding = self.head_dim // 8 if self.v_format is KvFormat.TBQ4 else 0
         o = self.num_warps * self.rows * (self.head_dim + padding + 4) * 4
         q = self.rows * (self.head_dim * self.dtype.itemsize + 2 * 4)
-        above = align(align(max(loop, o), 128) + q + (3 * self.num_warps + 1) * self.rows * 4, 128)
+        above = align(align(max(loop, o), 128) + q + 2 * self.num_warps * self.rows * 4, 128)
         return self.lead_bytes + above
 
     @property
@@ -143,6 +146,7 @@ class DecodeConfig:
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
             "MIN_SPLIT": self.min_split,
+            "MANY_STEPS": _MANY_STEPS,
             "Q_IN_REGISTERS": self.q_in_registers,
             "SMEM_BYTES": self.smem_bytes,
             "TABLE_BYTES": self.table_bytes,
@@ -379,7 +383,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is
     enough to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further
     split costs workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills. With
-    TBQ4, as many as run in the same rounds.
+    TBQ4, whose steps take longer, one step a warp is enough, and there are as many splits as run in the same rounds.
 
     Parameters
     ----------
@@ -391,7 +395,8 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     reason : str
     """
     ctas = problem.batch * problem.num_kv_heads * ceil_div(problem.rows, config.rows)
-    longest = min(MAX_SPLITS, problem.max_kv_len // (2 * config.min_split))
+    steps = 1 if config.uses_tbq4 else 2
+    longest = min(MAX_SPLITS, problem.max_kv_len // (steps * config.min_split))
     if longest <= 1 or ctas == 0:
         return 1, f"{problem.max_kv_len} keys are too few to cut"
     limit = min(longest, ceil_div(2 * device.num_sms, ctas))

@@ -22,20 +22,31 @@ __device__ __forceinline__ float norm_of(u32 bits) {
   return fmaf(norm, 0.f, norm);
 }
 
-// Norms of one row, as they are loaded from their plane and stored in a slot.
+// Norms of one row: from their plane or from a slot into registers, and from there to a slot.
 template <int N>
-struct RowNorms {
-  u16 bits[N];
-  __device__ __forceinline__ float get(int part) const { return norm_of(bits[part]); }
+struct RowNorms;
+template <>
+struct RowNorms<1> {
+  u32 bits;
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u16*>(p)}; }
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {ptx::ld_global_u16(p)}; }
+  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u16*>(p) = static_cast<u16>(bits); }
+  __device__ __forceinline__ float get(int) const { return norm_of(bits); }
 };
 template <>
 struct RowNorms<2> {
   u32 bits;
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u32*>(p)}; }
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
+  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u32*>(p) = bits; }
   __device__ __forceinline__ float get(int part) const { return norm_of(bits >> (16 * part)); }
 };
 template <>
 struct RowNorms<4> {
   uint2 bits;
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const uint2*>(p)}; }
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
+  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<uint2*>(p) = bits; }
   __device__ __forceinline__ float get(int part) const {
     return norm_of((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)));
   }
@@ -52,11 +63,10 @@ struct TileNorms {
 
   __device__ __forceinline__ TileNorms(const u8* tile, int lane) {
     if constexpr (Kv::NORMS > 0) {
-      const auto* norms = reinterpret_cast<const RowNorms<Kv::NORMS>*>(tile + cfg::TILE_KV * Kv::ROW_BYTES);
+      const u8* norms = tile + cfg::TILE_KV * Kv::ROW_BYTES + tile_row(lane / 4) * 2 * Kv::NORMS;
 #pragma unroll
-      for (int i = 0; i < cfg::TILE_KV / 16; ++i) {
-        rows[i][0] = norms[i * 16 + tile_row(lane / 4)];
-        rows[i][1] = norms[i * 16 + tile_row(lane / 4) + 8];
+      for (int i = 0; i < cfg::TILE_KV / 8; ++i) {
+        rows[i / 2][i % 2] = RowNorms<Kv::NORMS>::read(norms + i * 8 * 2 * Kv::NORMS);
       }
     }
   }
@@ -97,9 +107,14 @@ struct Stream {
     at = WHOLE_ROWS ? row(page, slot + lane / Kv::CHUNKS) + lane % Kv::CHUNKS * 16 : row(page, slot);
     if constexpr (Kv::NORMS > 0) norms_at = norms(page, slot + lane % cfg::TILE_KV);
   }
-  __device__ __forceinline__ void step() {
+  // To the next tile of this warp in the same page. A whole one's norms are small pieces of many lines, which come to
+  // L2 a step before they are asked for.
+  __device__ __forceinline__ void step(bool is_whole) {
     at += cfg::NUM_WARPS * cfg::TILE_KV * token();
-    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
+    if constexpr (Kv::NORMS > 0) {
+      norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
+      if (is_whole) ptx::prefetch_l2(norms_at);
+    }
   }
 
   // A whole tile inside of a page.
@@ -120,10 +135,10 @@ struct Stream {
       }
     }
   }
-  // Any tile; a lane knows page and slot of its row, and whether there is one.
-  __device__ __forceinline__ void copy(u8* slot, int row_page, int row_slot, bool row_valid, int lane) const {
-    const i64 address = reinterpret_cast<i64>(row(row_page, row_slot));
-    const u32 valid_rows = __ballot_sync(FULL_MASK, row_valid);
+  // Any tile; a lane knows page of its row and token of the page, and whether there is one.
+  __device__ __forceinline__ void copy(u8* slot, int page, int token, bool valid, int lane) const {
+    const i64 address = reinterpret_cast<i64>(row(page, token));
+    const u32 valid_rows = __ballot_sync(FULL_MASK, valid);
 #pragma unroll
     for (int i = 0; i < COPIES; ++i) {
       const int index = i * WARP + lane;
@@ -137,13 +152,22 @@ struct Stream {
   // Stores the norms that were loaded for the tile before, and loads those of this one: a whole step is their latency.
   __device__ __forceinline__ void load_norms(u8* slot, const u8* address, bool valid, int lane) {
     if constexpr (Kv::NORMS > 0) {
-      if (lane < cfg::TILE_KV) {
-        reinterpret_cast<Norms*>(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)[lane] = waiting;
-      }
+      if (lane < cfg::TILE_KV) waiting.write(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES + lane * 2 * Kv::NORMS);
       waiting = Norms{};
-      if (valid) waiting = *reinterpret_cast<const Norms*>(address);
+      if (valid) waiting = Norms::fetch(address);
       waiting_slot = slot;
     }
+  }
+
+  // Rows and norms of a whole tile inside of a page.
+  __device__ __forceinline__ void load(u8* slot, int lane) {
+    copy(slot, lane);
+    load_norms(slot, norms_at, true, lane);
+  }
+  // Rows and norms of any tile; nothing is copied if there is none.
+  __device__ __forceinline__ void load(u8* slot, bool exists, int page, int token, bool valid, int lane) {
+    if (exists) copy(slot, page, token, valid, lane);
+    load_norms(slot, norms(page, token), valid, lane);
   }
 };
 
@@ -155,11 +179,13 @@ struct Loader {
   PageTable pages;
   u8* ring;
   u8* slot;
-  int first, end;         // keys that are loaded
-  int key0;               // of the next K tile
-  int next_page;          // page of this lane's row there, read one step ahead of its use
-  int page, row_slot;     // of this lane's row in the V tile that follows, unless the tile is `whole`
-  bool whole, row_valid;  // whether that tile is all valid and inside of a page; whether this lane's row is valid
+  int first, end;  // keys that are loaded
+  int key0;        // of the next K tile
+  // Of this lane's row: the page in the next K tile, read one step ahead of its use; page and token of the page in the
+  // V tile that follows, unless that is `whole`, and whether it is valid.
+  int next_page, page, token;
+  bool valid;
+  bool whole;  // the V tile that follows is all valid and inside of a page
 
   __device__ __forceinline__ Loader(const DecodeParams& p, PageTable table, u8* warp_ring, int first_key, int end_key,
                                     int begin, int lane)
@@ -171,10 +197,11 @@ struct Loader {
         first(first_key),
         end(end_key),
         key0(begin),
+        next_page(0),
         page(0),
-        row_slot(0),
-        whole(false),
-        row_valid(false) {
+        token(0),
+        valid(false),
+        whole(false) {
     look_ahead(lane);
     point(next_page, pages.slot(key0), lane);
   }
@@ -190,37 +217,34 @@ struct Loader {
 
   // One group each, empty past the last tile, so that a wait can count groups.
   __device__ __forceinline__ void load_k(int lane) {
-    const int position = key0 + lane % cfg::TILE_KV;
-    row_valid = position >= first && position < end;
     const int first_slot = pages.slot(key0);
     whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
-      k.copy(slot, lane);
-      k.load_norms(slot, k.norms_at, true, lane);
+      k.load(slot, lane);
     } else {
+      const int position = key0 + lane % cfg::TILE_KV;
+      valid = position >= first && position < end;
       page = next_page;
-      row_slot = row_valid ? pages.slot(position) : 0;
-      if (key0 < end) k.copy(slot, page, row_slot, row_valid, lane);
-      k.load_norms(slot, k.norms(page, row_slot), row_valid, lane);
+      token = valid ? pages.slot(position) : 0;
+      k.load(slot, key0 < end, page, token, valid, lane);
     }
     ptx::cp_async_commit();
     slot = next_slot<K>(slot, ring);
   }
   __device__ __forceinline__ void load_v(int lane) {
     if (whole) {
-      v.copy(slot, lane);
-      v.load_norms(slot, v.norms_at, true, lane);
+      v.load(slot, lane);
     } else {
-      if (key0 < end) v.copy(slot, page, row_slot, row_valid, lane);
-      v.load_norms(slot, v.norms(page, row_slot), row_valid, lane);
+      v.load(slot, key0 < end, page, token, valid, lane);
     }
     ptx::cp_async_commit();
     slot = next_slot<V>(slot, ring);
     key0 += cfg::NUM_WARPS * cfg::TILE_KV;
     if (pages.dense) {
-      k.step();
-      v.step();
+      const bool exists = key0 + cfg::TILE_KV <= end;
+      k.step(exists);
+      v.step(exists);
     } else {
       look_ahead(lane);
     }

@@ -85,12 +85,28 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// PTX ISA: ld.global.nc.L1::no_allocate.v4.b32, for data that is read once and not written while the kernel runs.
+// PTX ISA: ld.global.nc.L1::no_allocate.{v2,v4}.b32, for data that is read once and not written while the kernel runs.
+__device__ __forceinline__ uint2 ld_global_nc_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
 __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
+  return v;
+}
+
+// PTX ISA: prefetch.global.L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// PTX ISA: ld.global.u16 into a whole register. With one of 16 bits the compiler makes a copy at once, which waits for
+// the load.
+__device__ __forceinline__ u32 ld_global_u16(const void* p) {
+  u32 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 
@@ -164,6 +180,21 @@ __device__ __forceinline__ float to_float(Half x) {
 }
 __device__ __forceinline__ float to_float(Bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 __device__ __forceinline__ float to_float(float x) { return x; }
+
+// PTX ISA: griddepcontrol.wait: the grids before this one have ended, and what they wrote is visible. Kernels are
+// launched so that they may overlap with the end of the grid before: every thread must call this before it touches
+// global memory or ends. Where there is no griddepcontrol, nothing overlaps.
+__device__ __forceinline__ void wait_for_grids_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// PTX ISA: griddepcontrol.launch_dependents: the next grid may start, as far as there is room.
+__device__ __forceinline__ void let_next_grid_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // PTX ISA: bar.sync / bar.arrive on named barrier `id`, `threads` a multiple of 32.
 __device__ __forceinline__ void bar_sync(int id, int threads) {

@@ -9,7 +9,7 @@
 //   PARTS                   blocks of head_dim with an accumulator or a P of their own
 //   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too
 //   fetch_queries, store_queries  Q on its way, and in a shared tile
-//   restore_rows            O from shared memory
+//   restore                 a row of O in the lanes of a warp
 //   fill_table              what its operands look up
 //   KeyLane, ValueLane      what a lane needs of the table and of tiles for every step
 //   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part

@@ -19,15 +19,28 @@ namespace tbq4 {
 constexpr int TABLE_BYTES = 256 * cfg::TABLE_STRIDE;
 static_assert(cfg::TABLE_STRIDE == 128 || cfg::TABLE_STRIDE == 256, "an entry has 128 bytes, 4 for each lane");
 
+// The level of a code as bits of a float16, picked from immediate operands: the constants would come from memory.
+__device__ __forceinline__ u32 level_of(int code) {
+  u32 pair = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 mask = code / 2 == i ? 0xffffffffu : 0u;
+    pair |= ptx::opaque(mask) & (cfg::LEVELS_HALF[2 * i] | cfg::LEVELS_HALF[2 * i + 1] << 16);
+  }
+  return pair >> code % 2 * 16 & 0xffff;
+}
+
 // Fills the table; a barrier must follow.
 __device__ __forceinline__ void fill_table(u8* table) {
   const int lane = threadIdx.x % WARP;
-  // Each of the first 16 lanes fetches one level, rather than every lane two for each of its entries.
-  const u32 level = cfg::LEVELS_HALF[lane % 16];
-#pragma unroll 4
-  for (int byte = threadIdx.x / WARP; byte < 256; byte += cfg::NUM_WARPS) {
-    *reinterpret_cast<u32*>(table + byte * cfg::TABLE_STRIDE + lane * 4) =
-        __shfl_sync(FULL_MASK, level, byte & 15) | __shfl_sync(FULL_MASK, level, byte >> 4) << 16;
+#pragma unroll 1
+  for (int lower = threadIdx.x / WARP; lower < 16; lower += cfg::NUM_WARPS) {
+    const u32 level = level_of(lower);
+    u8* entry = table + lower * cfg::TABLE_STRIDE + lane * 4;
+#pragma unroll
+    for (int upper = 0; upper < 16; ++upper) {
+      *reinterpret_cast<u32*>(entry + upper * 16 * cfg::TABLE_STRIDE) = level | cfg::LEVELS_HALF[upper] << 16;
+    }
   }
 }
 
@@ -45,18 +58,6 @@ __device__ __forceinline__ u32 look_up(const TableLane& at, u32 word, int which,
   if constexpr (cfg::TABLE_STRIDE == 256) return ptx::ld_shared(ptx::prmt(word, at.base, 0x7604u | which << 4));
   return ptx::ld_shared(at.base + (ptx::prmt(word, lane * 8, 0x5504u | which << 4) >> 1));
 }
-
-// Where a lane works among the warp's four blocks from `first` on, of rows with PARTS blocks.
-template <int PARTS>
-struct RowPlace {
-  int row, dim;
-
-  __device__ __forceinline__ RowPlace(int first, int lane) {
-    const int block = first + lane / LANES;
-    row = block / PARTS;
-    dim = block % PARTS * cfg::BLOCK + lane % LANES * VALUES;
-  }
-};
 
 template <class Elem, int HEAD_DIM>
 struct Rows {
@@ -182,107 +183,101 @@ struct Rows {
     }
   }
 
-  // Of the rows that a warp rotates at a time.
-  static constexpr int BLOCKS_AT_ONCE = WARP / LANES;
-
-  // Combines over the lanes that hold one row; all blocks of a row are in one warp.
-  template <class Combine>
-  static __device__ __forceinline__ float over_row(float x, Combine combine) {
-#pragma unroll
-    for (int bit = 1; bit < LANES * PARTS; bit *= 2) x = combine(x, __shfl_xor_sync(FULL_MASK, x, bit));
-    return x;
-  }
+  // A warp rotates a row: a lane has four neighboring values of each block, and where blocks are small only some lanes
+  // have any.
+  static constexpr int ROTATING = cfg::BLOCK / 4;
+  using RowSigns = Signs<ROTATING>;
 
   // A lane's part of a row of Q, on its way from global memory.
   struct QueryPart {
-    uint4 raw[VALUES / 8];
+    uint2 raw[PARTS];
 
-    __device__ __forceinline__ QueryPart(const u8* row, int dim) {
+    __device__ __forceinline__ QueryPart(const u8* row, int lane) {
 #pragma unroll
-      for (int i = 0; i < VALUES / 8; ++i) {
-        raw[i] = row == nullptr ? make_uint4(0, 0, 0, 0) : ptx::ld_global_nc_v4(row + (dim + 8 * i) * 2);
+      for (int part = 0; part < PARTS; ++part) {
+        raw[part] = make_uint2(0, 0);
+        if (row != nullptr && lane < ROTATING)
+          raw[part] = ptx::ld_global_nc_v2(row + (part * cfg::BLOCK + lane * 4) * 2);
       }
+    }
+    __device__ __forceinline__ float get(int part, int j) const {
+      const u32 word = j < 2 ? raw[part].x : raw[part].y;
+      return ptx::to_float(Elem{static_cast<u16>(word >> j % 2 * 16)});
     }
   };
   // What this thread needs first for store_queries. source(row) is the address of a row, null for zeros.
   template <class Source>
   static __device__ __forceinline__ QueryPart fetch_queries(int rows, Source source) {
-    const int first = threadIdx.x / WARP * BLOCKS_AT_ONCE;
-    const RowPlace<PARTS> at(first, threadIdx.x % WARP);
-    return QueryPart(first < rows * PARTS ? source(at.row) : nullptr, at.dim);
+    const int row = threadIdx.x / WARP;
+    return QueryPart(row < rows ? source(row) : nullptr, threadIdx.x % WARP);
   }
 
   // Rotates `rows` rows of Q and stores them as fp16 in a shared tile, scaled by a power of two, so that neither large
   // nor small ones leave fp16's range. scale[row] undoes the scaling in the scores; bias[row] is q . mean.
   template <class Source>
   static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, const float* mean, int rows,
-                                                       Source source, QueryPart part) {
+                                                       Source source, QueryPart query) {
     const int lane = threadIdx.x % WARP;
-    constexpr int STEP = cfg::NUM_WARPS * BLOCKS_AT_ONCE;
-    const Signs signs(cfg::SIGNS1, cfg::SIGNS2, lane % LANES);
+    const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);
 #pragma unroll 1
-    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS; first += STEP) {
-      const RowPlace<PARTS> at(first, lane);
-      float x[VALUES];
-      float dot = 0.f;
+    for (int row = threadIdx.x / WARP; row < rows; row += cfg::NUM_WARPS) {
+      float x[PARTS][4];
+      float dot = 0.f, largest = 0.f;
 #pragma unroll
-      for (int i = 0; i < VALUES / 8; ++i) {
-        const u32 words[4] = {part.raw[i].x, part.raw[i].y, part.raw[i].z, part.raw[i].w};
+      for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float value = ptx::to_float(Elem{static_cast<u16>(words[j / 2] >> (j % 2 * 16))});
-          if (mean != nullptr) dot += value * __ldg(mean + at.dim + 8 * i + j);
-          x[8 * i + j] = value * signs.first[8 * i + j];
+        for (int j = 0; j < 4; ++j) {
+          const float value = query.get(part, j);
+          if (mean != nullptr && lane < ROTATING) dot += value * __ldg(mean + part * cfg::BLOCK + lane * 4 + j);
+          x[part][j] = value * signs.first[j];
         }
       }
-      if (first + STEP < rows * PARTS) {
-        const RowPlace<PARTS> next(first + STEP, lane);
-        part = QueryPart(source(next.row), next.dim);
-      }
-      hadamard(x, signs);
-      float largest = 0.f;
+      if (row + cfg::NUM_WARPS < rows) query = QueryPart(source(row + cfg::NUM_WARPS), lane);
 #pragma unroll
-      for (int j = 0; j < VALUES; ++j) {
-        x[j] *= signs.second[j];
-        largest = fmaxf(largest, fabsf(x[j]));
+      for (int part = 0; part < PARTS; ++part) {
+        hadamard(x[part], signs);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[part][j] *= signs.second[j];
+          largest = fmaxf(largest, fabsf(x[part][j]));
+        }
       }
-      largest = over_row(largest, [](float a, float b) { return fmaxf(a, b); });
-      dot = over_row(dot, [](float a, float b) { return a + b; });
+#pragma unroll
+      for (int bit = 1; bit < WARP; bit *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, bit));
+        if (mean != nullptr) dot += __shfl_xor_sync(FULL_MASK, dot, bit);
+      }
       // 2^14 <= largest * down < 2^15; rows of zeros, and of subnormal or infinite numbers, stay as they are.
       const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
       const int shift = exponent > -112 && exponent < 128 ? 14 - exponent : 0;
       const float down = __uint_as_float(static_cast<u32>(127 + shift) << 23);
 #pragma unroll
-      for (int j = 0; j < VALUES; j += 2) {
-        const int place = position(at.dim + j);
-        *reinterpret_cast<u32*>(tile + Tile16<HEAD_DIM>::offset(at.row, place / 8) + place % 8 * 2) =
-            ptx::pack2<Half>(x[j] * down, x[j + 1] * down);
+      for (int part = 0; part < PARTS; ++part) {
+        if (lane >= ROTATING) continue;
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          const int place = position(part * cfg::BLOCK + lane * 4 + j);
+          *reinterpret_cast<u32*>(tile + Tile16<HEAD_DIM>::offset(row, place / 8) + place % 8 * 2) =
+              ptx::pack2<Half>(x[part][j] * down, x[part][j + 1] * down);
+        }
       }
-      if (at.dim == 0) {
-        scale[at.row] = __uint_as_float(static_cast<u32>(127 - shift) << 23);
-        bias[at.row] = dot;
+      if (lane == 0) {
+        scale[row] = __uint_as_float(static_cast<u32>(127 - shift) << 23);
+        bias[row] = dot;
       }
     }
   }
 
-  // Rotates `rows` rows of O back and hands them on, VALUES at a time: read(row, dim, x) takes values of the rotated
-  // domain, write(row, dim, x) gives others.
-  template <class Read, class Write>
-  static __device__ __forceinline__ void restore_rows(int rows, Read read, Write write) {
-    const int lane = threadIdx.x % WARP;
-    const Signs signs(cfg::SIGNS2, cfg::SIGNS1, lane % LANES);  // exchanged: the transpose
-    for (int first = threadIdx.x / WARP * BLOCKS_AT_ONCE; first < rows * PARTS;
-         first += cfg::NUM_WARPS * BLOCKS_AT_ONCE) {
-      const RowPlace<PARTS> at(first, lane);
-      const bool inside = at.row < rows;
-      float x[VALUES];
-      read(inside ? at.row : 0, at.dim, x);
+  // Rotates a row of O back: a lane has values 128 i + 4 lane .. 128 i + 4 lane + 3 for each i.
+  static __device__ __forceinline__ void restore(float (&x)[PARTS][4], int lane) {
+    const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);  // exchanged: the transpose
 #pragma unroll
-      for (int j = 0; j < VALUES; ++j) x[j] *= signs.first[j];
-      hadamard(x, signs);
+    for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-      for (int j = 0; j < VALUES; ++j) x[j] *= signs.second[j];
-      if (inside) write(at.row, at.dim, x);
+      for (int j = 0; j < 4; ++j) x[part][j] *= signs.first[j];
+      hadamard(x[part], signs);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[part][j] *= signs.second[j];
     }
   }
 

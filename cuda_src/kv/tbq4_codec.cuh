@@ -107,6 +107,8 @@ __device__ __forceinline__ u16 stored_norm(float sum, float squared_length, int*
 
 // ---- a block in eight lanes ----
 
+constexpr int LANES = 8;
+constexpr int VALUES = cfg::BLOCK / LANES;
 constexpr int CODE_BYTES = VALUES / 2;  // of one lane
 
 // What `encode` gives, besides the codes: the arguments of stored_norm, the same in the eight lanes.
@@ -114,8 +116,15 @@ struct Norms {
   float sum, squared_length;
 };
 
+// Sum over the eight lanes of a block, the same in each.
+__device__ __forceinline__ float block_sum(float x) {
+#pragma unroll
+  for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(FULL_MASK, x, bit);
+  return x;
+}
+
 // Codes of a block whose values are x; x is lost. All lanes of the warp take part.
-__device__ __forceinline__ Norms encode(u32 (&codes)[CODE_BYTES / 4], float (&x)[VALUES], const Signs& signs,
+__device__ __forceinline__ Norms encode(u32 (&codes)[CODE_BYTES / 4], float (&x)[VALUES], const Signs<LANES>& signs,
                                         const Cells& cells) {
   float sum = 0.f;
 #pragma unroll

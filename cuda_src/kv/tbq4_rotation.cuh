@@ -1,8 +1,8 @@
 // kv/tbq4_rotation.cuh -- the rotation of one TBQ4 block: signs, Hadamard butterflies. docs/tbq4.md.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Eight neighboring lanes hold a block: lane `sub` of them values sub * VALUES .. sub * VALUES + VALUES - 1. So the
-// first butterflies stay inside of a lane and three go through shuffles. Signs are printed into the prelude from
+// LANES neighboring lanes hold a block: lane `sub` of them values sub * VALUES .. sub * VALUES + VALUES - 1. So the
+// first butterflies stay inside of a lane and the others go through shuffles. Signs are printed into the prelude from
 // cuattn/_tbq4.py.
 #ifndef CUATTN_KV_TBQ4_ROTATION_CUH
 #define CUATTN_KV_TBQ4_ROTATION_CUH
@@ -10,24 +10,18 @@
 
 namespace tbq4 {
 
-constexpr int LANES = 8;
-constexpr int VALUES = cfg::BLOCK / LANES;
-static_assert(VALUES == 8 || VALUES == 16, "blocks have 64 or 128 values");
+static_assert(cfg::BLOCK == 64 || cfg::BLOCK == 128, "blocks have 64 or 128 values");
 
-// Sum over the eight lanes of a block, the same in each.
-__device__ __forceinline__ float block_sum(float x) {
-#pragma unroll
-  for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(FULL_MASK, x, bit);
-  return x;
-}
-
-// What the eight lanes of a block need for every block, kept in registers: multiplying by a sign costs nothing where
-// the value must be scaled anyway, and flipping a bit would cost two instructions on the pipe that encoding is short
-// of.
+// What the lanes of a block need for every block, kept in registers: multiplying by a sign costs nothing where the
+// value must be scaled anyway, and flipping a bit would cost two instructions on the pipe that encoding is short of.
+template <int LANES>
 struct Signs {
+  static constexpr int VALUES = cfg::BLOCK / LANES;
+  static constexpr int STAGES = LANES == 8 ? 3 : LANES == 16 ? 4 : 5;  // between lanes
+  static_assert(1 << STAGES == LANES, "blocks lie in 8, 16 or 32 lanes");
   float first[VALUES];   // +-1
   float second[VALUES];  // +-1/sqrt(block)
-  float pair[3];         // -1 where this lane holds b of the pairs (a + b, a - b) of a stage between lanes
+  float pair[STAGES];    // -1 where this lane holds b of the pairs (a + b, a - b) of a stage between lanes
 
   __device__ __forceinline__ Signs(const u32 (&s_first)[4], const u32 (&s_second)[4], int sub) {
     const auto bit = [sub](const u32(&mask)[4], int j) {
@@ -42,12 +36,14 @@ struct Signs {
       second[j] = bit(s_second, j) ? -cfg::ROOT : cfg::ROOT;
     }
 #pragma unroll
-    for (int i = 0; i < 3; ++i) pair[i] = (sub >> i & 1) != 0 ? -1.f : 1.f;
+    for (int i = 0; i < STAGES; ++i) pair[i] = (sub >> i & 1) != 0 ? -1.f : 1.f;
   }
 };
 
 // x <- H x, Sylvester's order, not normalized.
-__device__ __forceinline__ void hadamard(float (&x)[VALUES], const Signs& signs) {
+template <int LANES>
+__device__ __forceinline__ void hadamard(float (&x)[cfg::BLOCK / LANES], const Signs<LANES>& signs) {
+  constexpr int VALUES = Signs<LANES>::VALUES;
 #pragma unroll
   for (int h = 1; h < VALUES; h *= 2) {
 #pragma unroll
@@ -59,7 +55,7 @@ __device__ __forceinline__ void hadamard(float (&x)[VALUES], const Signs& signs)
     }
   }
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < Signs<LANES>::STAGES; ++i) {
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) x[j] = fmaf(x[j], signs.pair[i], __shfl_xor_sync(FULL_MASK, x[j], 1 << i));
   }

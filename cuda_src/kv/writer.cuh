@@ -108,7 +108,7 @@ struct Tbq4Writer {
   static constexpr int SMEM_BYTES = sizeof(tbq4::Cells);
 
   const tbq4::Cells& cells;
-  tbq4::Signs signs;
+  tbq4::Signs<LANES> signs;
 
   __device__ __forceinline__ explicit Tbq4Writer(u8* smem)
       : cells(*reinterpret_cast<tbq4::Cells*>(smem)), signs(cfg::SIGNS1, cfg::SIGNS2, threadIdx.x % LANES) {

@@ -76,6 +76,13 @@ def test_enums_of_the_prelude_exist_in_the_sources(enum):
     assert [n.strip() for n in names.split(",")] == [member.name for member in enum]
 
 
+def test_every_kernel_waits_for_the_grids_before_it():
+    """They are launched to overlap with those; the other order is seen on a GPU only."""
+    kernels = [path for path in _jit.CUDA_SRC.glob("*.cu") if "__global__" in path.read_text()]
+    assert len(kernels) == 5
+    assert [path.name for path in kernels if path.read_text().count("ptx::wait_for_grids_before();") != 1] == []
+
+
 def test_asm_stands_only_in_the_ptx_headers():
     offenders = [
         path.name

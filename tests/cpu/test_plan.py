@@ -62,7 +62,8 @@ def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
     problem, device = case
     plan = _plan.decode_plan(problem, device)
     if plan.num_splits > 1:
-        assert problem.max_kv_len // plan.num_splits >= 2 * plan.config.min_split
+        steps = 1 if plan.config.uses_tbq4 else 2
+        assert problem.max_kv_len // plan.num_splits >= steps * plan.config.min_split
 
 
 @pytest.mark.parametrize("arch", DEVICES)

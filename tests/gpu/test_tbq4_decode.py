@@ -1,5 +1,6 @@
 """decode on a GPU with K, V or both in TBQ4, with means, first tokens and recent tokens, against the reference."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import resources
@@ -256,8 +257,10 @@ def test_decoding_a_real_text_has_the_error_of_the_reference(layer: str, error: 
 def test_what_is_appended_is_encoded_by_the_rule_and_decode_sees_it(head_dim: int, *, means: bool) -> None:
     """Not the bytes of quantize: the two sum in other orders, and a value beside a boundary may fall on either side."""
     problem = Problem((70, 33), num_kv_heads=2, group=4, head_dim=head_dim, dtype="bfloat16")
-    q, k, v, kv_len = problem.arrays()
-    rows = [np.nan_to_num(x[:, :70].astype(np.float32)).astype(x.dtype) for x in (k, v)]
+    q, _, _, kv_len = problem.arrays()
+    # All tokens have values of their own: many equal rows could lie on a boundary together.
+    rng = np.random.default_rng(head_dim)
+    rows = [rng.standard_normal((2, 70, 2, head_dim), np.float32).astype(DTYPES["bfloat16"]) for _ in "kv"]
     mean = np.ones((2, head_dim), np.float32) / 3 if means else None
     shape = (2, 70, 2)
     caches = [
@@ -423,6 +426,33 @@ def test_decode_runs_in_order_in_the_current_stream(problem: Problem) -> None:
             x.view(cupy.uint8).fill(0xFF)
     stream.synchronize()
     assert_same_bits(tuple(map(cupy.asnumpy, copies)), want)
+
+
+@pytest.mark.parametrize("num_splits", [1, 7])
+@pytest.mark.parametrize("formats", [("tbq4", "tbq4"), ("raw16", "raw16")], ids="-".join)
+def test_a_chain_of_calls_that_need_each_other_is_in_order(formats: tuple[str, str], num_splits: int) -> None:
+    """Kernels may start while those before them end: each step appends and attends to what the step before gave."""
+    problem = of(formats, kv_len=(900, 641, 333), page_size=16, means=False)
+    (first, *caches, kv_len), options = tuple(map(to_device, problem.arrays())), on_device(problem.options())
+    shape = 2, len(problem.kv_len), 1, problem.num_kv_heads, problem.head_dim
+
+    def chain(wait: Callable[[], None]) -> list[tuple[np.ndarray, np.ndarray]]:
+        q, results = first, []
+        k, v = (Tbq4Array(x.codes.copy(), x.norms.copy()) if isinstance(x, Tbq4Array) else x.copy() for x in caches)
+        for _ in range(30):
+            rows = q.reshape(-1)[: math.prod(shape)].reshape(shape)
+            cuattn.append(*rows, k, v, kv_len, page_table=options["page_table"])
+            wait()
+            out, lse = cuattn.decode(q, k, v, kv_len, **options, num_splits=num_splits, return_lse=True)
+            wait()
+            results.append((out, lse))
+            twice, _ = cuattn.merge(cupy.stack([out, out]), cupy.stack([lse, lse]))
+            wait()
+            q = twice / cupy.abs(twice).max()  # by CuPy's kernels, which know nothing of this
+        return [tuple(map(cupy.asnumpy, pair)) for pair in results]
+
+    for i, (got, want) in enumerate(zip(chain(lambda: None), chain(cupy.cuda.Device().synchronize), strict=True)):
+        assert_same_bits(got, want, f"step {i} of {problem}")
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 16])

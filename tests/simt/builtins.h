@@ -193,8 +193,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __saturatef(float x) { return x > 0.f ? (x < 1.f ? x : 1.f) : 0.f; }
-inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
-inline int __float2int_rz(float x) { return static_cast<int>(x); }
+// As cvt.s32.f32: the nearest int where there is none, 0 for NaN.
+inline int __float2int_rz(float x) {
+  if (x != x) return 0;
+  return x >= 0x1p31f ? 0x7fffffff : x < -0x1p31f ? -0x7fffffff - 1 : static_cast<int>(x);
+}
+inline int __float2int_rn(float x) { return __float2int_rz(rintf(x)); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline int __float_as_int(float x) { return simt::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return simt::bit_cast<unsigned>(x); }

@@ -54,7 +54,8 @@ def decode_arrays(
         states = np.full((*shape[:-1], 2), np.nan, np.float32)
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
     lengths = call.kv_len if device_kv_len is None else device_kv_len
-    readable = [call.q, call.k_cache.rows, call.v_cache.rows, *(call.sink or ()), *(call.recent or ())]
+    planes = [x for cache in (call.k_cache, call.v_cache) for x in (cache.rows, cache.norms) if x is not None]
+    readable = [call.q, *planes, *(call.sink or ()), *(call.recent or ())]
     for plan, params in _segments.launches(
         call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
     ):

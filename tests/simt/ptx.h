@@ -191,11 +191,29 @@ void cp_async_wait() {
   copies.resize(kept);
 }
 
+inline uint2 ld_global_nc_v2(const void* p, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(p, 8, "ld.global.v2");
+  simt::check_global(p, 8, "ld.global.v2");
+  return simt::load_argument<uint2>(p);
+}
 inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
   simt::enter(at);
   simt::check_aligned(p, 16, "ld.global.v4");
   simt::check_global(p, 16, "ld.global.v4");
   return simt::load_argument<uint4>(p);
+}
+
+inline void prefetch_l2(const void* p, Place at = here()) {
+  simt::enter(at);
+  simt::check_global(p, 1, "prefetch");
+}
+
+inline u32 ld_global_u16(const void* p, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(p, 2, "ld.global.u16");
+  simt::check_global(p, 2, "ld.global.u16");
+  return simt::load_argument<u16>(p);
 }
 
 inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<u32>(address, at); }
@@ -211,6 +229,9 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
                         (selector >> 15 & 1) * 0xff000000u;
   return (r & ~replicate) | (sign & replicate);
 }
+
+inline void wait_for_grids_before() {}
+inline void let_next_grid_start() {}
 
 inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
 inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }

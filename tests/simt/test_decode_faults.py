@@ -84,10 +84,9 @@ FAULTS = {
     "the states of the warps are read before they are written": in_decode(
         RAW, "__syncthreads();  // every warp's o, m, l are in shared memory", ""
     ),
-    "the weights of the warps are read before they are written": in_decode(
-        RAW, "__syncthreads();  // weights are in shared memory", ""
+    "the sums of the warps are read before they are written": in_decode(
+        CODES, "__syncthreads();  // every warp's o, m, l are in shared memory", ""
     ),
-    "O is rotated back before it is summed": in_decode(CODES, "__syncthreads();  // sums are in sm.o[0]", ""),
     "V is read before it has arrived": in_decode(RAW, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
     "K is read before it has arrived": in_decode(RAW, K_IS_VISIBLE, "__syncwarp();  // K of this step"),
     "V in codes is read before it has arrived": in_decode(CODES, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
@@ -102,9 +101,11 @@ FAULTS = {
         "kv_ring", replace(DENSE, **TBQ4), "&& key0 + cfg::TILE_KV <= end &&", "&&"
     ),
     "norms in the slot of the next tile": in_common(
-        "kv_ring", CODES, "(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES)", "(slot + cfg::TILE_KV * Kv::ROW_BYTES)"
+        "kv_ring", CODES, "(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES +", "(slot + cfg::TILE_KV * Kv::ROW_BYTES +"
     ),
-    "a dense cache that steps over a tile": in_common("kv_ring", DENSE, "k.step();", "k.step(); k.step();"),
+    "a dense cache that steps over a tile": in_common(
+        "kv_ring", DENSE, "k.step(exists);", "k.step(exists); k.step(exists);"
+    ),
     "norms that do not step": in_common(
         "kv_ring", replace(SINKS, page_size=None), "norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();",
         "norms_at += 0;",
@@ -138,18 +139,20 @@ FAULTS = {
     ),
     # Rotation and means
     "the scale of a rotated query is not undone": in_decode(CODES, "sm.q_scale[row] * factor_of_all", "factor_of_all"),
-    "the mean of K is not in the scores": in_decode(CODES, "bias[n][e % 2]) : x", "0.f) : x"),
+    "the mean of K is not in the scores": in_decode(CODES, "bias[n][c]) : x", "0.f) : x"),
     "the mean of K is that of the first head": in_decode(
         replace(CODES, num_kv_heads=2), "p.k_mean + w.kv_head * cfg::HEAD_DIM", "p.k_mean"
     ),
-    "the mean of V is not in the output": in_decode(CODES, "x[j] += sm.keys[row] *", "x[j] += 0.f *"),
-    "the mean of V has the weight of the sink too": in_decode(SINKS, "x[j] += sm.keys[row] *", "x[j] += 1.f *"),
+    "the mean of V is not in the output": in_decode(CODES, "x[i][j] += keys *", "x[i][j] += 0.f * keys *"),
+    "the mean of V has the weight of the sink too": in_decode(
+        SINKS, "x[i][j] += keys *", "x[i][j] += (keys > 0.f ? 1.f : 0.f) *"
+    ),
     "the mean of V is that of the first head": in_decode(
         replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head * cfg::HEAD_DIM", "p.v_mean"
     ),
     "O stays in the rotated domain": in_format(
-        "tbq4", CODES, "const Signs signs(cfg::SIGNS2, cfg::SIGNS1, lane % LANES);",
-        "const Signs signs(cfg::SIGNS1, cfg::SIGNS2, lane % LANES);",
+        "tbq4", CODES, "const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
+        "const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
     ),
     # Orders that two policies must share
     "another order of rows in K of 16 bits": in_format("raw16", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
@@ -166,9 +169,11 @@ FAULTS = {
         "tbq4", CODES, "offset_of_byte(tile_row(2 * t + 1)", "offset_of_byte(2 * t + 1"
     ),
     "another order of norms": in_common(
-        "kv_ring", CODES, "norms[i * 16 + tile_row(lane / 4)];", "norms[i * 16 + lane / 4];"
+        "kv_ring", CODES, "+ tile_row(lane / 4) * 2 * Kv::NORMS;", "+ lane / 4 * 2 * Kv::NORMS;"
     ),
-    "codes of a byte exchanged": in_format("tbq4", CODES, "byte & 15", "byte >> 4 & 15"),
+    "codes of a byte exchanged": in_format(
+        "tbq4", CODES, "level | cfg::LEVELS_HALF[upper] << 16", "level << 16 | cfg::LEVELS_HALF[upper]"
+    ),
     # First and newest tokens
     "first tokens are read from the cache too": in_decode(KEPT, "max(p.first_key, kv_len - p.last_keys)", "0"),
     "newest tokens are read from the cache too": in_decode(KEPT, "min(p.end_key, kv_len - p.skip_last)", "p.end_key"),

@@ -76,7 +76,7 @@ def test_values_of_one_hot_weights_are_the_levels_of_all_pairs_of_bytes(head_dim
 
 @pytest.mark.parametrize("check", [check_scores, check_values])
 def test_one_wrong_level_for_one_lane_is_seen(check: Callable[..., None]) -> None:
-    level = "__shfl_sync(FULL_MASK, level, byte >> 4) << 16;"
-    wrong = "__shfl_sync(FULL_MASK, level, byte >> 4 ^ (byte == 0xA7 && lane == 31)) << 16;"
+    level = "cfg::LEVELS_HALF[upper] << 16;"
+    wrong = "cfg::LEVELS_HALF[upper ^ (upper == 10 && lower == 7 && lane == 31)] << 16;"
     with pytest.raises(AssertionError):
         check(64, patches=[("kv/tbq4.cuh", level, wrong)])

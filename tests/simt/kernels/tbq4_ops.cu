@@ -39,7 +39,7 @@ extern "C" __global__ void encode(const float* x, u32* codes, u16* norms, int* c
   cells.fill(threadIdx.x, blockDim.x);
   __syncthreads();  // the tables are there
   const int sub = threadIdx.x % tbq4::LANES;
-  const tbq4::Signs signs(cfg::SIGNS1, cfg::SIGNS2, sub);
+  const tbq4::Signs<tbq4::LANES> signs(cfg::SIGNS1, cfg::SIGNS2, sub);
   constexpr int WORDS = tbq4::CODE_BYTES / 4;
   for (int i = threadIdx.x / tbq4::LANES; i < n; i += blockDim.x / tbq4::LANES) {
     float values[tbq4::VALUES];

@@ -248,10 +248,12 @@ class Kernel:
         if config.smem_bytes > _DEFAULT_DYNAMIC_SMEM:
             function.max_dynamic_shared_size_bytes = config.smem_bytes
         self._function = function
-        self._overlaps = (
+        self._launch = None
+        if (
             _number_of(arch) >= _FIRST_ARCH_WITH_OVERLAP
             and cupy.cuda.runtime.driverGetVersion() >= _FIRST_DRIVER_WITH_OVERLAP
-        )
+        ):
+            self._launch = _OverlappingLaunch(function.kernel.ptr, config)
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
         """Launch on the current stream of the current device.
@@ -265,25 +267,41 @@ class Kernel:
         params : numpy.ndarray, size 1, a dtype of `_params`
             Passed by value.
         """
-        if not self._overlaps:
+        if self._launch is None:
             self._function(grid, block, (params,), shared_mem=self.config.smem_bytes)
-            return
-        import cupy
+        else:
+            self._launch(grid, block, params)
+
+
+class _OverlappingLaunch:
+    """Launch of a kernel that may start while the kernel before it ends, which CuPy has no word for."""
+
+    def __init__(self, function: int, config: Config) -> None:
         from cuda.bindings import driver
 
+        self._function, self._config = function, config
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
-        launch.sharedMemBytes = self.config.smem_bytes
-        launch.hStream = cupy.cuda.get_current_stream().ptr
-        launch.attrs, launch.numAttrs = [attribute], 1
+        # Made once, since that takes longer than a launch; a thread at a time fills it in.
+        self._lock = threading.Lock()
+        self._launch = driver.CUlaunchConfig()
+        self._launch.sharedMemBytes = config.smem_bytes
+        self._launch.attrs, self._launch.numAttrs = [attribute], 1
+        self._driver = driver
+
+    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
+        from cupy.cuda import get_current_stream
+
+        launch = self._launch
         pointers = np.array([params.ctypes.data], np.uintp)
-        (status,) = driver.cuLaunchKernelEx(launch, self._function.kernel.ptr, pointers.ctypes.data, 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cannot launch {self.config.kernel}.cu for {self.config.describe()}: {status.name}")
+        with self._lock:
+            launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+            launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
+            launch.hStream = get_current_stream().ptr
+            (status,) = self._driver.cuLaunchKernelEx(launch, self._function, pointers.ctypes.data, 0)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cannot launch {self._config.kernel}.cu for {self._config.describe()}: {status.name}")
 
 
 _kernels: dict[tuple[Config, int], Kernel] = {}

@@ -31,14 +31,15 @@ constexpr float SCALE = cfg::ROOT / UNIT;
 constexpr float MAX_FLOAT = 3.402823466e38f;
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
-struct Tables {
+struct alignas(128) Tables {
   tbq4::Cells cells;
   uint4 results[STEPS][4];  // of each four results of lanes t: the address of a table of cells, by their signs
   uint4 flipped[4];         // codes of lanes t that are those of -u
   // First signs. Of 16-bit elements: bits to flip in a chunk of lanes t. Else in B operands, two for each lane.
   uint4 first[IS_OPERAND ? CHUNKS : STEPS][IS_OPERAND ? 4 : WARP];
 };
-using Stage = uint4[2 * LOADS][WARP];  // the next input of a warp
+constexpr u32 PIECES = 4 * LOADS;                 // of 16 bytes of a block
+using Stage = uint4[tbq4::TILE_BLOCKS * PIECES];  // the next input of a warp
 static_assert(sizeof(Tables) + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
               "plan and kernel disagree on shared memory");
 
@@ -106,6 +107,7 @@ struct Source {
   const u8* x;
   i64 offset;          // of block lane % 16; past the end the last block is repeated
   u32 mean_offset[2];  // of this lane's first elements of blocks g and g + 8
+  bool one_mean;       // they are the same in all lanes
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
                                     u32 lane) {
@@ -118,46 +120,55 @@ struct Source {
       mean_offset[r] =
           cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, static_cast<int>(lane / 4) + 8 * r) + lane % 4 * 8 : 0;
     }
+    one_mean = cfg::WITH_MEAN && __all_sync(FULL_MASK, mean_offset[0] == mean_offset[1]);
   }
 };
 
 // What a lane reads. It goes through shared memory, so that it is on its way while the tile before is encoded, and
-// takes no registers until then. Lanes copy successive pieces of a block, whole lines; every second row of a stage has
-// its halves of 64 bytes exchanged, so that a line is stored to all banks at once.
+// takes no registers until then. Eight lanes copy a line of 128 bytes to a line: pieces of a line that go to several
+// are asked for one by one, and L2 has no time for that. In every second block pieces are exchanged, so that the lanes
+// of two blocks read from all banks at once.
 struct Input {
+  static constexpr u32 PER_CHUNK = sizeof(In) / 2;  // neighboring pieces of one lane
   uint4 raw[2][LOADS];
 
+  static __device__ __forceinline__ u32 place(u32 block, u32 piece) {
+    return block * PIECES + (piece ^ block % 2 * (PER_CHUNK == 1 ? 4 : 1));
+  }
   static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
-    constexpr u32 PIECES = 4 * LOADS;          // of a block
-    constexpr u32 PER_CHUNK = sizeof(In) / 2;  // neighboring pieces of one lane
 #pragma unroll
     for (int copy = 0; copy < 2 * LOADS; ++copy) {
       const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
-      const u32 t = piece / PER_CHUNK % 4, load = piece / (4 * PER_CHUNK) * PER_CHUNK + piece % PER_CHUNK;
       const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
-      ptx::cp_async16(&stage[block / 8 * LOADS + load][place(block % 8 * 4 + t, load)], source.x + offset + piece * 16,
-                      true);
+      ptx::cp_async16(&stage[place(block, piece)], source.x + offset + piece * 16, true);
     }
     ptx::cp_async_commit();
   }
-  static __device__ __forceinline__ u32 place(u32 lane, u32 load) { return lane ^ load % 2 * 4; }
 
   __device__ __forceinline__ Input(const Stage& stage, u32 lane) {
     ptx::cp_async_wait<0>();
     __syncwarp();  // what all lanes have copied is there
 #pragma unroll
-    for (int i = 0; i < 2 * LOADS; ++i) raw[i / LOADS][i % LOADS] = stage[i][place(lane, i % LOADS)];
+    for (int i = 0; i < 2 * LOADS; ++i) {
+      const u32 load = i % LOADS;
+      const u32 piece = load / PER_CHUNK * 4 * PER_CHUNK + lane % 4 * PER_CHUNK + load % PER_CHUNK;
+      raw[i / LOADS][load] = stage[place(lane / 4 + i / LOADS * 8, piece)];
+    }
   }
 
-  // Elements 32c + 8t .. + 7 of block r, without the mean.
-  __device__ __forceinline__ void chunk(float (&values)[8], int r, int c, const float* mean,
+  // Elements 32c + 8t .. + 7 of block r, without the mean. `means` are those of the chunk that was asked for before:
+  // blocks g and g + 8 have the same where eight is a multiple of the blocks of a token.
+  __device__ __forceinline__ void chunk(float (&values)[8], float (&means)[8], int r, int c, const float* mean,
                                         const Source& source) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = element(raw[r], 8 * c + j, In{});
     if constexpr (cfg::WITH_MEAN) {
-      const float4* m = reinterpret_cast<const float4*>(mean + source.mean_offset[r] + 32 * c);
-      const float4 low = __ldg(m), high = __ldg(m + 1);
-      const float means[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      if (r == 0 || !source.one_mean) {
+        const float4* m = reinterpret_cast<const float4*>(mean + source.mean_offset[r] + 32 * c);
+        const float4 low = __ldg(m), high = __ldg(m + 1);
+        means[0] = low.x, means[1] = low.y, means[2] = low.z, means[3] = low.w;
+        means[4] = high.x, means[5] = high.y, means[6] = high.z, means[7] = high.w;
+      }
 #pragma unroll
       for (int j = 0; j < 8; ++j) values[j] -= means[j];
     }
@@ -217,9 +228,10 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
     float values[4][8];  // in the order of an A operand
+    float means[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x.chunk(values[i], i % 2, 2 * h + i / 2, mean, source);
+      x.chunk(values[i], means, i % 2, 2 * h + i / 2, mean, source);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[i % 2] += values[i][j] * values[i][j];
     }

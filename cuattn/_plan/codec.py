@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
-from cuattn._plan.base import WARP, ceil_div
+from cuattn._plan.base import WARP, align, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class QuantizeConfig:
         first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP
         flipped = 4 if self.encode else 0
         stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
-        return 256 * 8 + 16 * (self.block // 16 * 4 + flipped + first) + stages
+        tables = 256 * 8 + 16 * (self.block // 16 * 4 + flipped + first)
+        return (align(tables, 128) if self.encode else tables) + stages
 
     @property
     def blocks_per_cta(self) -> int:

@@ -107,14 +107,10 @@ struct Stream {
     at = WHOLE_ROWS ? row(page, slot + lane / Kv::CHUNKS) + lane % Kv::CHUNKS * 16 : row(page, slot);
     if constexpr (Kv::NORMS > 0) norms_at = norms(page, slot + lane % cfg::TILE_KV);
   }
-  // To the next tile of this warp in the same page. A whole one's norms are small pieces of many lines, which come to
-  // L2 a step before they are asked for.
-  __device__ __forceinline__ void step(bool is_whole) {
+  // To the next tile of this warp in the same page.
+  __device__ __forceinline__ void step() {
     at += cfg::NUM_WARPS * cfg::TILE_KV * token();
-    if constexpr (Kv::NORMS > 0) {
-      norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
-      if (is_whole) ptx::prefetch_l2(norms_at);
-    }
+    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
   }
 
   // A whole tile inside of a page.
@@ -242,9 +238,8 @@ struct Loader {
     slot = next_slot<V>(slot, ring);
     key0 += cfg::NUM_WARPS * cfg::TILE_KV;
     if (pages.dense) {
-      const bool exists = key0 + cfg::TILE_KV <= end;
-      k.step(exists);
-      v.step(exists);
+      k.step();
+      v.step();
     } else {
       look_ahead(lane);
     }

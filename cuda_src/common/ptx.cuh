@@ -99,9 +99,6 @@ __device__ __forceinline__ uint4 ld_global_nc_v4(const void* p) {
   return v;
 }
 
-// PTX ISA: prefetch.global.L2.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // PTX ISA: ld.global.u16 into a whole register. With one of 16 bits the compiler makes a copy at once, which waits for
 // the load.
 __device__ __forceinline__ u32 ld_global_u16(const void* p) {

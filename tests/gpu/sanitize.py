@@ -1,7 +1,9 @@
 """Small decode, merge and append calls for compute-sanitizer; results are checked too.
 
-compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/gpu/sanitize.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+
+(cuda-bindings asks the driver for functions that it does not have, which memcheck would count as errors.)
 """
 
 import sys

@@ -204,11 +204,6 @@ inline uint4 ld_global_nc_v4(const void* p, Place at = here()) {
   return simt::load_argument<uint4>(p);
 }
 
-inline void prefetch_l2(const void* p, Place at = here()) {
-  simt::enter(at);
-  simt::check_global(p, 1, "prefetch");
-}
-
 inline u32 ld_global_u16(const void* p, Place at = here()) {
   simt::enter(at);
   simt::check_aligned(p, 2, "ld.global.u16");

@@ -1,0 +1,101 @@
+"""The launch that lets kernels overlap, without a GPU: what the driver is asked for."""
+
+import ctypes
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from cuattn import _jit, _plan
+
+CONFIG = _plan.merge_config(_plan.Dtype.FP16, _plan.Dtype.FP16, 128, _plan.Parts.LSE, 2)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What cuLaunchKernelEx got; it fails for the function 0."""
+    seen = []
+    streams = threading.local()
+
+    def launch(config, function, params, extra):
+        if function == 0:
+            return (driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        (attribute,) = config.attrs
+        address = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
+        seen.append({
+            "function": function,
+            "grid": (config.gridDimX, config.gridDimY, config.gridDimZ),
+            "block": (config.blockDimX, config.blockDimY, config.blockDimZ),
+            "smem": config.sharedMemBytes,
+            "stream": int(config.hStream),
+            "attributes": config.numAttrs,
+            "id": attribute.id,
+            "allowed": attribute.value.programmaticStreamSerializationAllowed,
+            "params": ctypes.string_at(address, 24),
+            "extra": extra,
+        })  # fmt: skip
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    cuda = ModuleType("cupy.cuda")
+    cuda.get_current_stream = lambda: SimpleNamespace(ptr=getattr(streams, "ptr", 77))
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
+    return SimpleNamespace(seen=seen, streams=streams)
+
+
+def test_the_driver_gets_grid_block_stream_memory_and_parameters(launches):
+    launch = _jit._OverlappingLaunch(1234, CONFIG)
+    params = np.arange(3, dtype=np.int64)
+    launch((5, 6, 7), (128, 1, 1), params)
+    launches.streams.ptr = 78
+    launch((1, 1, 1), (64, 2, 1), params + 1)
+    first, second = launches.seen
+    assert first == {
+        "function": 1234,
+        "grid": (5, 6, 7),
+        "block": (128, 1, 1),
+        "smem": CONFIG.smem_bytes,
+        "stream": 77,
+        "attributes": 1,
+        "id": driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        "allowed": 1,
+        "params": params.tobytes(),
+        "extra": 0,
+    }
+    changed = {"grid": (1, 1, 1), "block": (64, 2, 1), "stream": 78, "params": (params + 1).tobytes()}
+    assert second == first | changed
+
+
+def test_threads_do_not_mix_their_launches(launches):
+    launch = _jit._OverlappingLaunch(1234, CONFIG)
+
+    def work(number):
+        launches.streams.ptr = number
+        for _ in range(200):
+            launch((number, number, number), (32 * number, 1, 1), np.full(3, number, np.int64))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launches.seen) == 600
+    for x in launches.seen:
+        number = x["stream"]
+        assert (x["grid"], x["block"]) == ((number, number, number), (32 * number, 1, 1))
+        assert x["params"] == np.full(3, number, np.int64).tobytes()
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_launch_that_fails_says_what_failed():
+    with pytest.raises(RuntimeError, match=r"cannot launch merge\.cu for float16 parts.*CUDA_ERROR_INVALID_VALUE"):
+        _jit._OverlappingLaunch(0, CONFIG)((1, 1, 1), (32, 1, 1), np.zeros(3, np.int64))
+
+
+@pytest.mark.parametrize(("arch", "number"), [("sm_80", 80), ("sm_90a", 90), ("sm_100f", 100), ("sm_120", 120)])
+def test_the_number_of_an_architecture(arch, number):
+    assert _jit._number_of(arch) == number

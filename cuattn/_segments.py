@@ -143,4 +143,7 @@ def _params_of(
         for name in names:
             strides = (0,) * len(axes) if arrays[name] is None else arrays[name].strides
             values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
+    # From a step of a warp to its next one.
+    for name in ("k", "v", "k_norms", "v_norms"):
+        values[f"{name}_stride_step"] = values[f"{name}_stride_token"] * segment.plan.config.keys_per_step
     return _params.fill(_params.DECODE, values)

@@ -157,9 +157,9 @@ constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
 __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
-                                           int lane) {
+                                           u32 norms_place, int lane) {
   constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
-  const TileNorms<K> row_norms(tile, lane);
+  const TileNorms<K> row_norms(tile, norms_place);
 #pragma unroll PARTS_AT_ONCE
   for (int part = 0; part < K::PARTS; ++part) {
     typename K::Keys keys[KEY_BLOCKS];
@@ -448,13 +448,15 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     return;
   }
 
-  u8* ring = ring_of(sm, warp);
+  u8* ring = ptx::opaque_shared(ring_of(sm, warp));
   Loader<K, V> loader = make_loader(p, w, ring, warp, lane);
   const auto load = [&](int i) {
     if (i % 2 == 0) {
-      loader.load_k(lane);
+      if (i >= 2) loader.k.store_norms(ring + Loader<K, V>::slot_of(i - 2), lane);
+      loader.load_k(Loader<K, V>::slot_of(i), lane);
     } else {
-      loader.load_v(lane);
+      if (i >= 2) loader.v.store_norms(ring + Loader<K, V>::slot_of(i - 2), lane);
+      loader.load_v(Loader<K, V>::slot_of(i), lane);
     }
   };
   // A third tile waits for the norms of the first, so the rest comes right before the loop.
@@ -466,12 +468,15 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   __syncthreads();  // q is in shared memory, and the table
   QueryFragments queries;
   queries.keep(sm.q, lane);
-  const ScoreScale scores(p, sm, lane);
+  const ScoreScale held_scores(p, sm, lane);
   const typename K::KeyLane key_lane(sm.table, lane);
   const typename V::ValueLane value_lane(sm.table, lane);
+  const u32 k_norms_place = held(TileNorms<K>::place(lane));
+  const u32 v_norms_place = SAME<K, V> ? k_norms_place : held(TileNorms<V>::place(lane));
 
   // Steps inside these bounds need no mask: every row of the CTA sees all their keys.
-  const int full_lo = w.keys(p, w.num_rows - 1).lo, full_hi = min(w.keys(p, 0).hi, w.end);
+  const auto full_range = [&] { return KeyRange{w.keys(p, w.num_rows - 1).lo, min(w.keys(p, 0).hi, w.end)}; };
+  const KeyRange held_full = full_range();
 
   softmax::ColumnState<cfg::ROW_TILES> state;
   softmax::ColumnScale<cfg::ROW_TILES> scale;  // of O, where V has norms
@@ -494,17 +499,21 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 
 #pragma unroll
   for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
-  const u8* slot = ring;
+  u32 slot = 0;  // offset in the ring of the tile in use
   for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::NUM_WARPS * cfg::TILE_KV) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
+    loader.template store_norms<true>(slot, lane);
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
-    loader.load_ahead<true>(lane);
+    loader.load_ahead<true>(slot, lane);
     float s[KEY_BLOCKS][cfg::ROW_TILES][4];
-    multiply_k(s, slot, sm.q, queries, key_lane, lane);
-    slot = Loader<K, V>::next_slot<K>(slot, ring);
+    multiply_k(s, ring + slot, sm.q, queries, key_lane, k_norms_place, lane);
+    slot = Loader<K, V>::next_slot<true>(slot);
 
+    // Where registers are scarce, from shared memory each time.
+    const ScoreScale scores = cfg::Q_IN_REGISTERS ? held_scores : ScoreScale(p, sm, lane);
     scores.apply(s, p.softcap_log2);
-    const bool masked = key0 < full_lo || key0 + cfg::TILE_KV > full_hi;
+    const KeyRange full = cfg::Q_IN_REGISTERS ? held_full : full_range();
+    const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
     if (masked) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
@@ -520,9 +529,11 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     });
 
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
+    loader.template store_norms<false>(slot, lane);
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
-    loader.load_ahead<false>(lane);
-    const TileNorms<V> row_norms(slot, lane);
+    loader.load_ahead<false>(slot, lane);
+    const u8* tile = ring + slot;
+    const TileNorms<V> row_norms(tile, v_norms_place);
     Weights weights;
 #pragma unroll
     for (int part = 0; part < V::PARTS; ++part) {
@@ -554,10 +565,10 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       }
       scale.update(weights, grew, multiply_o);
     }
-    if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, slot, p, w, key0, lane)) {
-      multiply_v(o, weights, slot, value_lane);
+    if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
+      multiply_v(o, weights, tile, value_lane);
     }
-    slot = Loader<K, V>::next_slot<V>(slot, ring);
+    slot = Loader<K, V>::next_slot<false>(slot);
   }
 
   ptx::let_next_grid_start();
@@ -575,7 +586,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
         V::store_o(sm.o[warp][row], mb, g, o[n][mb][c], o[n][mb][c + 2]);
       }
       if (g == 0) {
-        sm.m[warp][row] = state.m[n][c];
+        sm.m[warp][row] = state.maximum(n, c);
         sm.l[warp][row] = state.l[n][c];
       }
     }

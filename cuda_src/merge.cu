@@ -4,7 +4,7 @@
 //   grid   dim0 * dim1 * heads rows      block  NUM_WARPS * 32
 //   CTA    one row; warp w takes parts w, w + NUM_WARPS, ...; a lane holds 4 elements of every 128
 //
-// An empty part's out is not read and may hold anything.
+// What an empty part's out holds does not count: it may be anything.
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ void store4(Elem* p, float4 x) {
 
 __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const i64 row = blockIdx.x;
-  const i64 head = row % p.heads, i1 = row / p.heads % p.dim1, i0 = row / p.heads / p.dim1;
+  const u32 row = blockIdx.x, heads = static_cast<u32>(p.heads), dim1 = static_cast<u32>(p.dim1);
+  const i64 head = row % heads, i1 = row / heads % dim1, i0 = row / heads / dim1;
   const u8* out_partial = p.out_partial + i0 * p.out_partial_stride_dim0 + i1 * p.out_partial_stride_dim1 +
                           head * p.out_partial_stride_head;
   const u8* lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
@@ -54,6 +54,26 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
 
   ptx::wait_for_grids_before();
   ptx::let_next_grid_start();
+  // Some parts of this warp on their way together, the first of them while the maximum is found: a row is few bytes,
+  // and what it takes is trips to memory.
+  float2 states[cfg::PARTS_AT_ONCE];
+  float4 values[cfg::PARTS_AT_ONCE][VECTORS];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < cfg::PARTS_AT_ONCE; ++k) {
+      const int part = first + k * cfg::NUM_WARPS;
+      const bool exists = part < p.num_parts;
+      states[k] = exists ? state(part) : make_float2(neg_inf(), EMPTY_PART);
+      const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const int dim = (i * WARP + lane) * 4;
+        if (exists && dim < cfg::HEAD_DIM) values[k][i] = load4(source + dim);
+      }
+    }
+  };
+  load(warp);
+
   float m = neg_inf();
   for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, state(part).x);
 #pragma unroll
@@ -67,21 +87,22 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   float sum = 0.f;
-  for (int part = warp; part < p.num_parts; part += cfg::NUM_WARPS) {
-    const float2 s = state(part);
-    if (s.y < 0.f) continue;
-    const float w = cfg::PARTS == Parts::STATE ? softmax::weight(s.x, m) : softmax::natural_weight(s.x - m);
-    sum += w * s.y;
-    const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
+  for (int first = warp; first < p.num_parts; first += cfg::PARTS_AT_ONCE * cfg::NUM_WARPS) {
+    if (first > warp) load(first);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const int dim = (i * WARP + lane) * 4;
-      if (dim >= cfg::HEAD_DIM) continue;
-      const float4 x = load4(source + dim);
-      o[i].x += w * x.x;
-      o[i].y += w * x.y;
-      o[i].z += w * x.z;
-      o[i].w += w * x.w;
+    for (int k = 0; k < cfg::PARTS_AT_ONCE; ++k) {
+      if (states[k].y < 0.f) continue;
+      const float x = states[k].x;
+      const float w = cfg::PARTS == Parts::STATE ? softmax::weight(x, m) : softmax::natural_weight(x - m);
+      sum += w * states[k].y;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if ((i * WARP + lane) * 4 >= cfg::HEAD_DIM) continue;
+        o[i].x += w * values[k][i].x;
+        o[i].y += w * values[k][i].y;
+        o[i].z += w * values[k][i].z;
+        o[i].w += w * values[k][i].w;
+      }
     }
   }
 #pragma unroll

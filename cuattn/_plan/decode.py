@@ -87,9 +87,14 @@ class DecodeConfig:
         return align(self.tile_kv * row, 128)
 
     @property
+    def keys_per_step(self) -> int:
+        """Keys of one step of all warps."""
+        return self.num_warps * self.tile_kv
+
+    @property
     def min_split(self) -> int:
         """Fewest keys of a split: one step for every warp."""
-        return self.num_warps * self.tile_kv
+        return self.keys_per_step
 
     @property
     def q_in_registers(self) -> bool:

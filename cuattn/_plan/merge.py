@@ -10,14 +10,15 @@ from cuattn._kinds import Dtype, Parts
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """Compile-time choices of ``merge.cu``: dtypes and kind of the parts, head_dim, warps, CTAs on an SM."""
+    """Compile-time choices of ``merge.cu``: dtypes and kind of the parts, head_dim, warps, parts of a warp at once."""
 
     in_dtype: Dtype
     out_dtype: Dtype
     head_dim: int
     parts: Parts = Parts.LSE
     num_warps: int = 4
-    ctas_per_sm: int = 8
+    parts_at_once: int = 2
+    ctas_per_sm: int = 4  # 128 registers: a part takes head_dim / 32 and two more
 
     kernel = "merge"
 
@@ -39,13 +40,15 @@ class MergeConfig:
             "PARTS": self.parts,
             "HEAD_DIM": self.head_dim,
             "NUM_WARPS": self.num_warps,
+            "PARTS_AT_ONCE": self.parts_at_once,
             "CTAS_PER_SM": self.ctas_per_sm,
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.MERGE.itemsize,
         }
 
 
-# Of a block, by the number of parts: a warp takes its parts one after the other, each at the cost of a trip to memory.
+# Of a block, by the number of parts: a warp takes its parts one after the other, some of them at the cost of a trip to
+# memory.
 _FEW_PARTS, _MANY_WARPS = 8, 16
 
 
@@ -53,7 +56,7 @@ def merge_config(in_dtype: Dtype, out_dtype: Dtype, head_dim: int, parts: Parts,
     """Config for `num_parts` parts."""
     if num_parts <= _FEW_PARTS:
         return MergeConfig(in_dtype, out_dtype, head_dim, parts)
-    return MergeConfig(in_dtype, out_dtype, head_dim, parts, _MANY_WARPS, ctas_per_sm=2)
+    return MergeConfig(in_dtype, out_dtype, head_dim, parts, _MANY_WARPS, parts_at_once=4, ctas_per_sm=1)
 
 
 def merge_configs(head_dim: int, dtype: Dtype) -> list[MergeConfig]:

@@ -10,45 +10,49 @@
 #include "common/ptx.cuh"
 #include "common/tile16.cuh"
 
+// A value that a lane needs in every step: in a register where there are some, else computed anew.
+__device__ __forceinline__ u32 held(u32 x) { return cfg::Q_IN_REGISTERS ? ptx::opaque(x) : x; }
+
 template <class Kv>
 constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
 template <class K, class V>
 constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
 
-// An infinite norm counts as NaN: so is infinity times levels of both signs, while infinity times their sum may hide a
-// key, and an infinite weight leaves no range to the others.
-__device__ __forceinline__ float norm_of(u32 bits) {
-  const float norm = ptx::to_float(Half{static_cast<u16>(bits)});
-  return fmaf(norm, 0.f, norm);
-}
-
-// Norms of one row: from their plane or from a slot into registers, and from there to a slot.
+// Norms of one row, from their plane into registers, from there to a slot, and from a slot. An infinite norm becomes
+// NaN on its way to a slot: so is infinity times levels of both signs, while infinity times their sum may hide a key,
+// and an infinite weight leaves no range to the others.
 template <int N>
 struct RowNorms;
 template <>
 struct RowNorms<1> {
   u32 bits;
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u16*>(p)}; }
   static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {ptx::ld_global_u16(p)}; }
-  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u16*>(p) = static_cast<u16>(bits); }
-  __device__ __forceinline__ float get(int) const { return norm_of(bits); }
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u16*>(p)}; }
+  __device__ __forceinline__ void write(u8* p) const {
+    *reinterpret_cast<u16*>(p) = static_cast<u16>(ptx::nan_if_infinite(bits));
+  }
+  __device__ __forceinline__ float get(int) const { return ptx::to_float(Half{static_cast<u16>(bits)}); }
 };
 template <>
 struct RowNorms<2> {
   u32 bits;
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u32*>(p)}; }
   static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
-  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u32*>(p) = bits; }
-  __device__ __forceinline__ float get(int part) const { return norm_of(bits >> (16 * part)); }
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u32*>(p)}; }
+  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u32*>(p) = ptx::nan_if_infinite(bits); }
+  __device__ __forceinline__ float get(int part) const {
+    return ptx::to_float(Half{static_cast<u16>(bits >> (16 * part))});
+  }
 };
 template <>
 struct RowNorms<4> {
   uint2 bits;
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const uint2*>(p)}; }
   static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
-  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<uint2*>(p) = bits; }
+  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const uint2*>(p)}; }
+  __device__ __forceinline__ void write(u8* p) const {
+    *reinterpret_cast<uint2*>(p) = make_uint2(ptx::nan_if_infinite(bits.x), ptx::nan_if_infinite(bits.y));
+  }
   __device__ __forceinline__ float get(int part) const {
-    return norm_of((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)));
+    return ptx::to_float(Half{static_cast<u16>((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)))});
   }
 };
 template <>
@@ -61,14 +65,19 @@ template <class Kv>
 struct TileNorms {
   RowNorms<Kv::NORMS> rows[cfg::TILE_KV / 16][2];
 
-  __device__ __forceinline__ TileNorms(const u8* tile, int lane) {
+  // `first` is what place() gives.
+  __device__ __forceinline__ TileNorms(const u8* tile, u32 first) {
     if constexpr (Kv::NORMS > 0) {
-      const u8* norms = tile + cfg::TILE_KV * Kv::ROW_BYTES + tile_row(lane / 4) * 2 * Kv::NORMS;
+      const u8* norms = tile + first;
 #pragma unroll
       for (int i = 0; i < cfg::TILE_KV / 8; ++i) {
         rows[i / 2][i % 2] = RowNorms<Kv::NORMS>::read(norms + i * 8 * 2 * Kv::NORMS);
       }
     }
+  }
+  // Where in a slot the norms of this lane's first row are.
+  static __device__ __forceinline__ u32 place(int lane) {
+    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + tile_row(lane / 4) * 2 * Kv::NORMS);
   }
 };
 
@@ -78,18 +87,29 @@ struct TileNorms {
 template <class Kv, bool IS_K>
 struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
+  // The same where rows are looked up one by one, and registers are scarce.
+  static constexpr int COPIES_AT_ONCE = cfg::Q_IN_REGISTERS ? COPIES : 2;
   // Whole rows in a copy of the warp: successive copies of a lane are a fixed number of rows apart.
   static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
+  static constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
+  static constexpr bool ONE_PLACE = WHOLE_ROWS && ROWS_AT_ONCE % Kv::ROW_PERIOD == 0;
   using Norms = RowNorms<Kv::NORMS>;
   const DecodeParams& p;
   const u8* at;        // of this lane's first copy in the next tile
   const u8* norms_at;  // of the norms of this lane's row there
-  Norms waiting;
-  u8* waiting_slot;
+  Norms waiting;       // of the tile before
+  // In a slot: of this lane's first copy, where the others are a fixed number of rows further, and of its row's norms.
+  u32 place, norms_place;
 
-  __device__ __forceinline__ Stream(const DecodeParams& params, u8* first_slot)
-      : p(params), at(nullptr), norms_at(nullptr), waiting{}, waiting_slot(first_slot) {}
+  __device__ __forceinline__ Stream(const DecodeParams& params, u32 first_place, u32 place_of_norms)
+      : p(params), at(nullptr), norms_at(nullptr), waiting{}, place(first_place), norms_place(place_of_norms) {}
 
+  static __device__ __forceinline__ u32 first_place(int lane) {
+    return static_cast<u32>(Kv::offset(lane / Kv::CHUNKS, lane % Kv::CHUNKS));
+  }
+  static __device__ __forceinline__ u32 place_of_norms(int lane) {
+    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + lane * 2 * Kv::NORMS);
+  }
   __device__ __forceinline__ i64 token() const { return IS_K ? p.k_stride_token : p.v_stride_token; }
   __device__ __forceinline__ i64 norms_token() const { return IS_K ? p.k_norms_stride_token : p.v_norms_stride_token; }
   // Row, and its norms, in token `slot` of page `page`.
@@ -109,19 +129,23 @@ struct Stream {
   }
   // To the next tile of this warp in the same page.
   __device__ __forceinline__ void step() {
-    at += cfg::NUM_WARPS * cfg::TILE_KV * token();
-    if constexpr (Kv::NORMS > 0) norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();
+    at += IS_K ? p.k_stride_step : p.v_stride_step;
+    if constexpr (Kv::NORMS > 0) norms_at += IS_K ? p.k_norms_stride_step : p.v_norms_stride_step;
   }
 
   // A whole tile inside of a page.
   __device__ __forceinline__ void copy(u8* slot, int lane) const {
     if constexpr (WHOLE_ROWS) {
-      constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
       const u8* source = at;
+      u8* target = slot + place;
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
-        ptx::cp_async16(slot + Kv::offset(i * ROWS_AT_ONCE + lane / Kv::CHUNKS, lane % Kv::CHUNKS), source, true);
+        if constexpr (!ONE_PLACE) {
+          target = slot + Kv::offset(i * ROWS_AT_ONCE + lane / Kv::CHUNKS, lane % Kv::CHUNKS);
+        }
+        ptx::cp_async16(target, source, true);
         source += ROWS_AT_ONCE * token();
+        target += ROWS_AT_ONCE * Kv::ROW_BYTES;
       }
     } else {
 #pragma unroll
@@ -135,7 +159,7 @@ struct Stream {
   __device__ __forceinline__ void copy(u8* slot, int page, int token, bool valid, int lane) const {
     const i64 address = reinterpret_cast<i64>(row(page, token));
     const u32 valid_rows = __ballot_sync(FULL_MASK, valid);
-#pragma unroll
+#pragma unroll COPIES_AT_ONCE
     for (int i = 0; i < COPIES; ++i) {
       const int index = i * WARP + lane;
       const int from = index / Kv::CHUNKS, chunk = index % Kv::CHUNKS;
@@ -145,25 +169,29 @@ struct Stream {
     }
   }
 
-  // Stores the norms that were loaded for the tile before, and loads those of this one: a whole step is their latency.
-  __device__ __forceinline__ void load_norms(u8* slot, const u8* address, bool valid, int lane) {
+  // Norms that were loaded for a tile go to its slot, before others take their registers: a whole step is their
+  // latency.
+  __device__ __forceinline__ void store_norms(u8* slot, int lane) const {
     if constexpr (Kv::NORMS > 0) {
-      if (lane < cfg::TILE_KV) waiting.write(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES + lane * 2 * Kv::NORMS);
+      if (lane < cfg::TILE_KV) waiting.write(slot + norms_place);
+    }
+  }
+  __device__ __forceinline__ void load_norms(const u8* address, bool valid) {
+    if constexpr (Kv::NORMS > 0) {
       waiting = Norms{};
       if (valid) waiting = Norms::fetch(address);
-      waiting_slot = slot;
     }
   }
 
   // Rows and norms of a whole tile inside of a page.
   __device__ __forceinline__ void load(u8* slot, int lane) {
     copy(slot, lane);
-    load_norms(slot, norms_at, true, lane);
+    load_norms(norms_at, true);
   }
   // Rows and norms of any tile; nothing is copied if there is none.
   __device__ __forceinline__ void load(u8* slot, bool exists, int page, int token, bool valid, int lane) {
     if (exists) copy(slot, page, token, valid, lane);
-    load_norms(slot, norms(page, token), valid, lane);
+    load_norms(norms(page, token), valid);
   }
 };
 
@@ -174,29 +202,22 @@ struct Loader {
   Stream<V, false> v;
   PageTable pages;
   u8* ring;
-  u8* slot;
   int first, end;  // keys that are loaded
   int key0;        // of the next K tile
-  // Of this lane's row: the page in the next K tile, read one step ahead of its use; page and token of the page in the
-  // V tile that follows, unless that is `whole`, and whether it is valid.
-  int next_page, page, token;
-  bool valid;
-  bool whole;  // the V tile that follows is all valid and inside of a page
+  int next_page;   // of this lane's row in the next tile of K, and of the tile of V after it; read a step ahead
+  bool whole;      // the tile of V that follows is all valid and inside of a page
 
   __device__ __forceinline__ Loader(const DecodeParams& p, PageTable table, u8* warp_ring, int first_key, int end_key,
                                     int begin, int lane)
-      : k(p, warp_ring),
-        v(p, warp_ring + SLOT_BYTES<K>),
+      : k(p, held(Stream<K, true>::first_place(lane)), held(Stream<K, true>::place_of_norms(lane))),
+        v(p, SAME<K, V> ? k.place : held(Stream<V, false>::first_place(lane)),
+          SAME<K, V> ? k.norms_place : held(Stream<V, false>::place_of_norms(lane))),
         pages(table),
         ring(warp_ring),
-        slot(warp_ring),
         first(first_key),
         end(end_key),
         key0(begin),
         next_page(0),
-        page(0),
-        token(0),
-        valid(false),
         whole(false) {
     look_ahead(lane);
     point(next_page, pages.slot(key0), lane);
@@ -211,31 +232,47 @@ struct Loader {
     next_page = position >= first && position < end ? pages.page(position) : pages.dense_page;
   }
 
+  // Offset in the ring of the i-th slot, and of those after and before that of a tile of K or of V.
+  static constexpr u32 slot_of(int i) { return i / 2 * (SLOT_BYTES<K> + SLOT_BYTES<V>)+i % 2 * SLOT_BYTES<K>; }
+  template <bool IS_K>
+  static __device__ __forceinline__ u32 next_slot(u32 slot) {
+    slot += IS_K ? SLOT_BYTES<K> : SLOT_BYTES<V>;
+    constexpr bool MAY_BE_LAST = !IS_K || cfg::NUM_STAGES % 2 == 1;
+    return MAY_BE_LAST && slot == RING_BYTES<K, V> ? 0 : slot;
+  }
+  template <bool IS_K>
+  static __device__ __forceinline__ u32 slot_before(u32 slot) {
+    constexpr bool MAY_BE_FIRST = IS_K || cfg::NUM_STAGES % 2 == 1;
+    const u32 end = MAY_BE_FIRST && slot == 0 ? RING_BYTES<K, V> : slot;
+    return end - (IS_K ? SLOT_BYTES<V> : SLOT_BYTES<K>);
+  }
+
+  template <class OneStream>
+  __device__ __forceinline__ void load_any(OneStream& stream, u32 slot, int lane) {
+    const int position = key0 + lane % cfg::TILE_KV;
+    const bool valid = position >= first && position < end;
+    stream.load(ring + slot, key0 < end, next_page, valid ? pages.slot(position) : 0, valid, lane);
+  }
+
   // One group each, empty past the last tile, so that a wait can count groups.
-  __device__ __forceinline__ void load_k(int lane) {
+  __device__ __forceinline__ void load_k(u32 slot, int lane) {
     const int first_slot = pages.slot(key0);
     whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
-      k.load(slot, lane);
+      k.load(ring + slot, lane);
     } else {
-      const int position = key0 + lane % cfg::TILE_KV;
-      valid = position >= first && position < end;
-      page = next_page;
-      token = valid ? pages.slot(position) : 0;
-      k.load(slot, key0 < end, page, token, valid, lane);
+      load_any(k, slot, lane);
     }
     ptx::cp_async_commit();
-    slot = next_slot<K>(slot, ring);
   }
-  __device__ __forceinline__ void load_v(int lane) {
+  __device__ __forceinline__ void load_v(u32 slot, int lane) {
     if (whole) {
-      v.load(slot, lane);
+      v.load(ring + slot, lane);
     } else {
-      v.load(slot, key0 < end, page, token, valid, lane);
+      load_any(v, slot, lane);
     }
     ptx::cp_async_commit();
-    slot = next_slot<V>(slot, ring);
     key0 += cfg::NUM_WARPS * cfg::TILE_KV;
     if (pages.dense) {
       k.step();
@@ -244,19 +281,33 @@ struct Loader {
       look_ahead(lane);
     }
   }
-  // The tile that follows the one in use by NUM_STAGES - 1.
+  // The tile that follows the one in use, in `slot`, by NUM_STAGES - 1, into the slot of the one before. Norms that
+  // wait must have been stored; a barrier of the warp between the two keeps the compiler from taking other registers
+  // for the new ones and copying them, for which they would have to be there.
   template <bool AFTER_K>
-  __device__ __forceinline__ void load_ahead(int lane) {
-    if constexpr (AFTER_K == (cfg::NUM_STAGES % 2 == 1)) {
-      load_k(lane);
+  static constexpr bool LOADS_K = AFTER_K == (cfg::NUM_STAGES % 2 == 1);
+  template <bool AFTER_K>
+  __device__ __forceinline__ void store_norms(u32 slot, int lane) const {
+    // Of the tile that follows by NUM_STAGES - 3.
+    u32 waiting = next_slot<AFTER_K>(slot);
+    if constexpr (cfg::NUM_STAGES > 4) {
+      constexpr u32 STEP = SLOT_BYTES<K> + SLOT_BYTES<V>;
+      const u32 next = slot_before<AFTER_K>(slot);
+      waiting = next < STEP ? next + (RING_BYTES<K, V> - STEP) : next - STEP;
+    }
+    if constexpr (LOADS_K<AFTER_K>) {
+      k.store_norms(ring + waiting, lane);
     } else {
-      load_v(lane);
+      v.store_norms(ring + waiting, lane);
     }
   }
-  template <class Kv, class Byte>
-  static __device__ __forceinline__ Byte* next_slot(Byte* at, u8* ring) {
-    at += SLOT_BYTES<Kv>;
-    return at == ring + RING_BYTES<K, V> ? ring : at;
+  template <bool AFTER_K>
+  __device__ __forceinline__ void load_ahead(u32 slot, int lane) {
+    if constexpr (LOADS_K<AFTER_K>) {
+      load_k(slot_before<AFTER_K>(slot), lane);
+    } else {
+      load_v(slot_before<AFTER_K>(slot), lane);
+    }
   }
 };
 

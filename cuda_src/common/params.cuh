@@ -28,15 +28,19 @@ struct DecodeParams {
   i64 k_stride_page;
   i64 k_stride_token;
   i64 k_stride_head;
+  i64 k_stride_step;  // of NUM_WARPS * TILE_KV tokens, here and below
   i64 v_stride_page;
   i64 v_stride_token;
   i64 v_stride_head;
+  i64 v_stride_step;
   i64 k_norms_stride_page;
   i64 k_norms_stride_token;
   i64 k_norms_stride_head;
+  i64 k_norms_stride_step;
   i64 v_norms_stride_page;
   i64 v_norms_stride_token;
   i64 v_norms_stride_head;
+  i64 v_norms_stride_step;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;

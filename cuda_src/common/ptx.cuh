@@ -125,6 +125,17 @@ __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The same of a pointer into shared memory, which stays one for the compiler.
+__device__ __forceinline__ u8* opaque_shared(u8* p) {
+  return static_cast<u8*>(__cvta_shared_to_generic(opaque(smem_addr(p))));
+}
+
+// PTX ISA: fma.rn.f16x2, x * 0 + x: two halves as they are, but NaN for infinities.
+__device__ __forceinline__ u32 nan_if_infinite(u32 halves) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(halves), "r"(0));
+  return r;
+}
 
 // PTX ISA: lop3.b32; the bits of `a` where `mask` is set, else those of `b`.
 __device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {

@@ -46,6 +46,8 @@ __device__ __forceinline__ float softcap(float x, float cap_log2) { return cap_l
 template <int N>
 struct ColumnState {
   static constexpr float SLACK = 8.f;
+  // The maximum of no keys: below every finite score, and finite, so that x - m is not NaN for x = -inf.
+  static constexpr float LOWEST = -3.402823466e38f;
   float m[N][2];
   float l[N][2];
 
@@ -54,7 +56,7 @@ struct ColumnState {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        m[n][c] = neg_inf();
+        m[n][c] = LOWEST;
         l[n][c] = 0.f;
       }
     }
@@ -71,9 +73,9 @@ struct ColumnState {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        top[n][c] = neg_inf();
+        top[n][c] = fmaxf(x[0][n][c], x[0][n][c + 2]);
 #pragma unroll
-        for (int i = 0; i < M; ++i) top[n][c] = fmaxf(top[n][c], fmaxf(x[i][n][c], x[i][n][c + 2]));
+        for (int i = 1; i < M; ++i) top[n][c] = fmaxf(top[n][c], fmaxf(x[i][n][c], x[i][n][c + 2]));
         grew |= top[n][c] > m[n][c] + SLACK;
       }
     }
@@ -86,7 +88,7 @@ struct ColumnState {
           float m_new = fmaxf(m[n][c], top[n][c]);
 #pragma unroll
           for (int bit = 4; bit < WARP; bit *= 2) m_new = fmaxf(m_new, __shfl_xor_sync(FULL_MASK, m_new, bit));
-          const float factor = weight(m[n][c], m_new);
+          const float factor = ptx::exp2(m[n][c] - m_new);
           m[n][c] = m_new;
           l[n][c] *= factor;
           rescale(n, c, factor);
@@ -99,14 +101,17 @@ struct ColumnState {
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-          x[i][n][c] = weight(x[i][n][c], m[n][c]);
-          x[i][n][c + 2] = weight(x[i][n][c + 2], m[n][c]);
+          x[i][n][c] = ptx::exp2(x[i][n][c] - m[n][c]);
+          x[i][n][c + 2] = ptx::exp2(x[i][n][c + 2] - m[n][c]);
           l[n][c] += x[i][n][c] + x[i][n][c + 2];
         }
       }
     }
     return grew;
   }
+
+  // m, or -inf without a key.
+  __device__ __forceinline__ float maximum(int n, int c) const { return m[n][c] == LOWEST ? neg_inf() : m[n][c]; }
 
   // Sums l over the eight lanes of each column.
   __device__ __forceinline__ void reduce() {

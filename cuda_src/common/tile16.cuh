@@ -16,6 +16,7 @@ template <int HEAD_DIM>
 struct Tile16 {
   static constexpr int ROW_BYTES = HEAD_DIM * 2;
   static constexpr int CHUNKS = ROW_BYTES / 16;
+  static constexpr int ROW_PERIOD = 8;  // rows whose chunks are swizzled alike are so far apart
   static_assert(CHUNKS % 4 == 0, "head_dim must be a multiple of 32");
 
   // Byte offset of 16-byte chunk `chunk` of row `row`. ldmatrix reads one chunk of eight successive rows, which must

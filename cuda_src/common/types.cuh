@@ -46,6 +46,12 @@ struct ElemOf<Dtype::FP32> {
   using type = float;
 };
 
+// Whether two types are one.
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
+
 template <class Elem>
 struct ElemTraits;
 template <>

@@ -4,7 +4,7 @@
 // A policy has:
 //   Operand                 element type of the mma that multiplies its rows
 //   ROW_BYTES, CHUNKS       of a row in the cache, and its 16-byte pieces
-//   offset(row, chunk)      place in a shared tile
+//   offset(row, chunk)      place in a shared tile; ROW_PERIOD rows further it is as many rows further
 //   NORMS                   float16 norms of a row in a plane of their own; 0: none
 //   PARTS                   blocks of head_dim with an accumulator or a P of their own
 //   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too

@@ -67,6 +67,7 @@ struct Rows {
   static constexpr bool IN_ROTATED_DOMAIN = true;
   static constexpr int ROW_BYTES = HEAD_DIM / 2;
   static constexpr int CHUNKS = ROW_BYTES / 16;
+  static constexpr int ROW_PERIOD = 4;
   static constexpr int BLOCK_BYTES = cfg::BLOCK / 2;
   static constexpr int STEPS = cfg::BLOCK / 16;  // operands of a block, for K and for V
 
@@ -131,8 +132,8 @@ struct Rows {
         read(second, rows + (at.second ^ part_offset(part)));
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
-          lower[half][w] = (first[w] & 0x0f0f0f0fu) | (second[w] << 4 & 0xf0f0f0f0u);
-          upper[half][w] = (first[w] >> 4 & 0x0f0f0f0fu) | (second[w] & 0xf0f0f0f0u);
+          lower[half][w] = ptx::select_bits(second[w] << 4, first[w], 0xf0f0f0f0u);
+          upper[half][w] = ptx::select_bits(second[w], first[w] >> 4, 0xf0f0f0f0u);
         }
       }
     }

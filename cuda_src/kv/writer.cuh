@@ -14,11 +14,6 @@ namespace kv {
 constexpr int LANES = tbq4::LANES;
 constexpr int VALUES = cfg::PIECE / LANES;
 
-template <class A, class B>
-constexpr bool SAME = false;
-template <class A>
-constexpr bool SAME<A, A> = true;
-
 // Words in accesses of 16 bytes, or of 8 where there are so few.
 template <int WORDS>
 __device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* source) {

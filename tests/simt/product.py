@@ -45,7 +45,10 @@ def decode_arrays(
         Without `merge`: the parts in float32 with a leading axis of splits, and their states (m, l) for lse.
     """
     call = _check.decode(*arrays, num_splits=num_splits, **options)
-    found = _segments.segments(call, device)
+    found = tuple(
+        replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
+        for s in _segments.segments(call, device)
+    )
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
     shape, parts, states = _segments.partial_shape(found), None, None
@@ -59,9 +62,8 @@ def decode_arrays(
     for plan, params in _segments.launches(
         call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
     ):
-        config = replace(plan.config, **(changes or {}))
-        build(config, patches).launch(
-            "decode_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed, memory=readable
+        build(plan.config, patches).launch(
+            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
         )
     if parts is None:
         return out, lse

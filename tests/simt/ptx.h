@@ -215,6 +215,12 @@ inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<
 inline uint2 ld_shared_v2(u32 address, Place at = here()) { return simt::load_shared<uint2>(address, at); }
 
 inline u32 opaque(u32 x) { return x; }
+inline u8* opaque_shared(u8* p) { return p; }
+
+inline u32 nan_if_infinite(u32 halves) {
+  const auto half = [](u32 h) { return (h & 0x7fff) == 0x7c00 ? h | 0x200 : h; };
+  return half(halves & 0xffff) | half(halves >> 16) << 16;
+}
 inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 
 inline u32 prmt(u32 a, u32 b, u32 selector) {

@@ -68,8 +68,9 @@ def infinite_norm_of_the_newest_value(arrays: Arrays) -> Arrays:
     return q, k, Tbq4Array(v.codes, norms, v.mean), kv_len
 
 
-V_IS_VISIBLE = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    __syncwarp();  // V of this step"
-K_IS_VISIBLE = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    __syncwarp();  // K of this step"
+WAIT = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    "
+V_VISIBLE = "loader.template store_norms<false>(slot, lane);\n    __syncwarp();  // V of this step"
+K_VISIBLE = "loader.template store_norms<true>(slot, lane);\n    __syncwarp();  // K of this step"
 LATE_NORMS = """static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
               "norms reach shared memory one tile of their kind late");"""
 FAULTS = {
@@ -87,10 +88,10 @@ FAULTS = {
     "the sums of the warps are read before they are written": in_decode(
         CODES, "__syncthreads();  // every warp's o, m, l are in shared memory", ""
     ),
-    "V is read before it has arrived": in_decode(RAW, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
-    "K is read before it has arrived": in_decode(RAW, K_IS_VISIBLE, "__syncwarp();  // K of this step"),
-    "V in codes is read before it has arrived": in_decode(CODES, V_IS_VISIBLE, "__syncwarp();  // V of this step"),
-    "K in codes is read before it has arrived": in_decode(CODES, K_IS_VISIBLE, "__syncwarp();  // K of this step"),
+    "V is read before it has arrived": in_decode(RAW, WAIT + V_VISIBLE, V_VISIBLE),
+    "K is read before it has arrived": in_decode(RAW, WAIT + K_VISIBLE, K_VISIBLE),
+    "V in codes is read before it has arrived": in_decode(CODES, WAIT + V_VISIBLE, V_VISIBLE),
+    "K in codes is read before it has arrived": in_decode(CODES, WAIT + K_VISIBLE, K_VISIBLE),
     "norms reach shared memory in the step that reads them": in_decode(
         replace(CODES, page_size=None), LATE_NORMS, "", changes={"num_stages": 2}
     ),
@@ -100,14 +101,17 @@ FAULTS = {
     "norms past the end of the sequence are loaded": in_common(
         "kv_ring", replace(DENSE, **TBQ4), "&& key0 + cfg::TILE_KV <= end &&", "&&"
     ),
-    "norms in the slot of the next tile": in_common(
-        "kv_ring", CODES, "(waiting_slot + cfg::TILE_KV * Kv::ROW_BYTES +", "(slot + cfg::TILE_KV * Kv::ROW_BYTES +"
+    "norms in the slot of another tile": in_common(
+        "kv_ring", BLOCKS, "u32 waiting = next_slot<AFTER_K>(slot);", "u32 waiting = slot;"
+    ),
+    "norms in the slot of another tile, of more than two steps": in_common(
+        "kv_ring", CODES, "waiting = next < STEP ? next + (RING_BYTES<K, V> - STEP) : next - STEP;", "waiting = next;"
     ),
     "a dense cache that steps over a tile": in_common(
         "kv_ring", DENSE, "k.step();", "k.step(); k.step();"
     ),
     "norms that do not step": in_common(
-        "kv_ring", replace(SINKS, page_size=None), "norms_at += cfg::NUM_WARPS * cfg::TILE_KV * norms_token();",
+        "kv_ring", replace(SINKS, page_size=None), "norms_at += IS_K ? p.k_norms_stride_step : p.v_norms_stride_step;",
         "norms_at += 0;",
     ),
     # Softmax and masks
@@ -169,7 +173,7 @@ FAULTS = {
         "tbq4", CODES, "offset_of_byte(tile_row(2 * t + 1)", "offset_of_byte(2 * t + 1"
     ),
     "another order of norms": in_common(
-        "kv_ring", CODES, "+ tile_row(lane / 4) * 2 * Kv::NORMS;", "+ lane / 4 * 2 * Kv::NORMS;"
+        "kv_ring", CODES, "+ tile_row(lane / 4) * 2 * Kv::NORMS);", "+ lane / 4 * 2 * Kv::NORMS);"
     ),
     "codes of a byte exchanged": in_format(
         "tbq4", CODES, "level | cfg::LEVELS_HALF[upper] << 16", "level << 16 | cfg::LEVELS_HALF[upper]"

@@ -285,14 +285,19 @@ class _OverlappingLaunch:
         attribute.value.programmaticStreamSerializationAllowed = 1
         # Made once, since that takes longer than a launch; a thread at a time fills it in.
         self._lock = threading.Lock()
+        self._thread = threading.local()
         self._launch = driver.CUlaunchConfig()
         self._launch.sharedMemBytes = config.smem_bytes
         self._launch.attrs, self._launch.numAttrs = [attribute], 1
         self._driver = driver
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
-        from cupy.cuda import get_current_stream
+        from cupy.cuda import get_current_stream, runtime
 
+        if not hasattr(self._thread, "has_context"):
+            # The driver's launch, unlike the runtime's calls, does not give a thread the context of its device.
+            runtime.setDevice(runtime.getDevice())
+            self._thread.has_context = True
         launch = self._launch
         pointers = np.array([params.ctypes.data], np.uintp)
         with self._lock:
@@ -301,7 +306,10 @@ class _OverlappingLaunch:
             launch.hStream = get_current_stream().ptr
             (status,) = self._driver.cuLaunchKernelEx(launch, self._function, pointers.ctypes.data, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cannot launch {self._config.kernel}.cu for {self._config.describe()}: {status.name}")
+            raise RuntimeError(
+                f"cannot launch {self._config.kernel}.cu for {self._config.describe()} with grid {grid}, block {block} "
+                f"and {self._config.smem_bytes} bytes of shared memory, or an earlier launch failed: {status.name}"
+            )
 
 
 _kernels: dict[tuple[Config, int], Kernel] = {}

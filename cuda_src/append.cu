@@ -25,7 +25,7 @@ __device__ __forceinline__ void append(const AppendParams& p, const AppendSide& 
   using Writer = typename kv::WriterOf<FORMAT, Elem>::type;
   static_assert(Writer::SMEM_BYTES <= cfg::SMEM_BYTES, "cuattn/_plan and kv/writer.cuh disagree on shared memory");
   const Writer writer(ptx::dynamic_smem());
-  ptx::wait_for_grids_before();
+  ptx::griddepcontrol_wait();
 
   const u32 lane = threadIdx.x % WARP;
   const u32 num_pieces = static_cast<u32>(p.num_rows) * PIECES_PER_ROW;

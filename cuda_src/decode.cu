@@ -111,13 +111,13 @@ __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Wor
   // tiles: into splits of whole steps of all warps where there are many, that no warp is left with one step more than
   // the others; else of tiles. With few keys, splits have MIN_SPLIT and the last ones are empty.
   const int lo = w.first / cfg::TILE_KV * cfg::TILE_KV;
-  const int unit = (hi - lo) / cfg::MIN_SPLIT >= cfg::MANY_STEPS * p.num_splits ? cfg::MIN_SPLIT : cfg::TILE_KV;
+  const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * p.num_splits;
+  const int unit = many_steps ? cfg::KEYS_PER_STEP : cfg::TILE_KV;
   const int units = (hi - lo + unit - 1) / unit;
   const int per_split = units / p.num_splits, rest = units - per_split * p.num_splits;
   const auto begin_of = [&](int split) {
-    // No product or sum overflows: it is at most the number of units.
-    const int even = split * per_split + min(split, rest);
-    const int dense = static_cast<int>(min(static_cast<i64>(units), static_cast<i64>(split) * (cfg::MIN_SPLIT / unit)));
+    const int even = split * per_split + min(split, rest);  // at most the number of units
+    const int dense = min(units, split * ((cfg::MIN_SPLIT + unit - 1) / unit));
     return static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(max(even, dense)) * unit));
   };
   w.begin = begin_of(w.split);
@@ -303,7 +303,7 @@ struct ScoreScale {
       }
     }
   }
-  // Calls f(x, e) for every score.
+  // Calls f(score, n, c) for every score, of column c of tile n.
   template <class F>
   static __device__ __forceinline__ void for_all(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], F f) {
 #pragma unroll
@@ -435,7 +435,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   } else {
     V::fill_table(sm.table);
   }
-  ptx::wait_for_grids_before();
+  ptx::griddepcontrol_wait();
   const int length = given_length(p, w);
   const auto row_of_q = [&](int row) { return query(p, w, row); };
   const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
@@ -500,7 +500,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 #pragma unroll
   for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
   u32 slot = 0;  // offset in the ring of the tile in use
-  for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::NUM_WARPS * cfg::TILE_KV) {
+  for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::KEYS_PER_STEP) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     loader.template store_norms<true>(slot, lane);
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
@@ -571,7 +571,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     slot = Loader<K, V>::next_slot<false>(slot);
   }
 
-  ptx::let_next_grid_start();
+  ptx::griddepcontrol_launch_dependents();
   state.reduce();
   ptx::cp_async_wait<0>();
   __syncthreads();  // all warps are done with the ring, whose memory sm.o takes over

@@ -142,7 +142,7 @@ __device__ __forceinline__ void store(u8* row, const float (&x)[RUN]) {
 __device__ __forceinline__ void dequantize(const DequantizeParams& p, Tables& tables) {
   fill(tables);
   __syncthreads();  // the tables are there
-  ptx::wait_for_grids_before();
+  ptx::griddepcontrol_wait();
   const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const tbq4::Rows shape(p.heads, p.dim1);
   const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;

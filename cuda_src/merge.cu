@@ -52,8 +52,8 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     return make_float2(*source, *source == neg_inf() ? EMPTY_PART : 1.f);
   };
 
-  ptx::wait_for_grids_before();
-  ptx::let_next_grid_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   // Some parts of this warp on their way together, the first of them while the maximum is found: a row is few bytes,
   // and what it takes is trips to memory.
   float2 states[cfg::PARTS_AT_ONCE];

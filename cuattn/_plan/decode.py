@@ -150,6 +150,7 @@ class DecodeConfig:
             "NUM_STAGES": self.num_stages,
             "NUM_WARPS": self.num_warps,
             "CTAS_PER_SM": self.ctas_per_sm,
+            "KEYS_PER_STEP": self.keys_per_step,
             "MIN_SPLIT": self.min_split,
             "MANY_STEPS": _MANY_STEPS,
             "Q_IN_REGISTERS": self.q_in_registers,

@@ -273,7 +273,7 @@ struct Loader {
       load_any(v, slot, lane);
     }
     ptx::cp_async_commit();
-    key0 += cfg::NUM_WARPS * cfg::TILE_KV;
+    key0 += cfg::KEYS_PER_STEP;
     if (pages.dense) {
       k.step();
       v.step();
@@ -289,6 +289,8 @@ struct Loader {
   template <bool AFTER_K>
   __device__ __forceinline__ void store_norms(u32 slot, int lane) const {
     // Of the tile that follows by NUM_STAGES - 3.
+    static_assert(K::NORMS + V::NORMS == 0 || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0),
+                  "the slots below are for an even number of stages, from four on");
     u32 waiting = next_slot<AFTER_K>(slot);
     if constexpr (cfg::NUM_STAGES > 4) {
       constexpr u32 STEP = SLOT_BYTES<K> + SLOT_BYTES<V>;

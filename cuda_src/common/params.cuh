@@ -67,7 +67,7 @@ struct DecodeParams {
 
 struct MergeParams {
   const u8* out_partial;     // [num_parts, dim0, dim1, heads, head_dim], In
-  const float* lse_partial;  // [num_parts, dim0, dim1, heads], natural log; -inf: the part is empty and is not read.
+  const float* lse_partial;  // [num_parts, dim0, dim1, heads], natural log; -inf: the part is empty, whatever it holds.
                              // Parts::STATE: [num_parts, dim0, dim1, heads, 2], (m, l); l = -1: empty
   u8* out;                   // [dim0, dim1, heads, head_dim], Out
   float* lse;                // [dim0, dim1, heads], contiguous; null: not wanted

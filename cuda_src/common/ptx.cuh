@@ -85,7 +85,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// PTX ISA: ld.global.nc.L1::no_allocate.{v2,v4}.b32, for data that is read once and not written while the kernel runs.
+// PTX ISA: ld.global.nc.L1::no_allocate.{v2,v4}.b32, for data that is read once, and that is not written from
+// griddepcontrol.wait on until the kernel ends.
 __device__ __forceinline__ uint2 ld_global_nc_v2(const void* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
@@ -191,17 +192,17 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 
 // PTX ISA: griddepcontrol.wait: the grids before this one have ended, and what they wrote is visible. Kernels are
 // launched so that they may overlap with the end of the grid before: every thread must call this before it touches
-// global memory or ends. Where there is no griddepcontrol, nothing overlaps.
-__device__ __forceinline__ void wait_for_grids_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+// global memory, constants of the module excepted, and before it ends. There is none below sm_90, where nothing
+// overlaps (cuattn/_jit.py): the one question about the architecture, as kernels are the same files for all.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ void griddepcontrol_wait() {
+  if constexpr (ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-// PTX ISA: griddepcontrol.launch_dependents: the next grid may start, as far as there is room.
-__device__ __forceinline__ void let_next_grid_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+// PTX ISA: griddepcontrol.launch_dependents: the next grid may start, as far as there is room, once a thread of every
+// block has called this or the block has ended.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  if constexpr (ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // PTX ISA: bar.sync / bar.arrive on named barrier `id`, `threads` a multiple of 32.

@@ -46,7 +46,7 @@ __device__ __forceinline__ float softcap(float x, float cap_log2) { return cap_l
 template <int N>
 struct ColumnState {
   static constexpr float SLACK = 8.f;
-  // The maximum of no keys: below every finite score, and finite, so that x - m is not NaN for x = -inf.
+  // The maximum of no keys: no score is below it but -inf, and it is finite, so that x - m is not NaN for x = -inf.
   static constexpr float LOWEST = -3.402823466e38f;
   float m[N][2];
   float l[N][2];

@@ -41,10 +41,12 @@ def launches(monkeypatch):
 
     cuda = ModuleType("cupy.cuda")
     cuda.get_current_stream = lambda: SimpleNamespace(ptr=getattr(streams, "ptr", 77))
+    contexts = []
+    cuda.runtime = SimpleNamespace(getDevice=lambda: 5, setDevice=contexts.append)
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
-    return SimpleNamespace(seen=seen, streams=streams)
+    return SimpleNamespace(seen=seen, streams=streams, contexts=contexts)
 
 
 def test_the_driver_gets_grid_block_stream_memory_and_parameters(launches):
@@ -84,6 +86,8 @@ def test_threads_do_not_mix_their_launches(launches):
     for thread in threads:
         thread.join()
     assert len(launches.seen) == 600
+    # Each thread made the context of its device its own, once.
+    assert launches.contexts == [5, 5, 5]
     for x in launches.seen:
         number = x["stream"]
         assert (x["grid"], x["block"]) == ((number, number, number), (32 * number, 1, 1))
@@ -92,8 +96,8 @@ def test_threads_do_not_mix_their_launches(launches):
 
 @pytest.mark.usefixtures("launches")
 def test_a_launch_that_fails_says_what_failed():
-    with pytest.raises(RuntimeError, match=r"cannot launch merge\.cu for float16 parts.*CUDA_ERROR_INVALID_VALUE"):
-        _jit._OverlappingLaunch(0, CONFIG)((1, 1, 1), (32, 1, 1), np.zeros(3, np.int64))
+    with pytest.raises(RuntimeError, match=r"cannot launch merge\.cu .*grid \(1, 2, 3\).*CUDA_ERROR_INVALID_VALUE"):
+        _jit._OverlappingLaunch(0, CONFIG)((1, 2, 3), (32, 1, 1), np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize(("arch", "number"), [("sm_80", 80), ("sm_90a", 90), ("sm_100f", 100), ("sm_120", 120)])

@@ -81,7 +81,7 @@ def test_every_kernel_waits_for_the_grids_before_it():
     """They are launched to overlap with those; the other order is seen on a GPU only."""
     kernels = [path for path in _jit.CUDA_SRC.glob("*.cu") if "__global__" in path.read_text()]
     assert len(kernels) == 5
-    assert [path.name for path in kernels if path.read_text().count("ptx::wait_for_grids_before();") != 1] == []
+    assert [path.name for path in kernels if path.read_text().count("ptx::griddepcontrol_wait();") != 1] == []
 
 
 def test_asm_stands_only_in_the_ptx_headers():

@@ -611,6 +611,19 @@ def test_threads_with_streams_of_their_own_do_not_disturb_each_other() -> None:
                 assert_same_bits(result, want)
 
 
+def test_a_thread_may_begin_with_a_launch() -> None:
+    """Before any call that gives the thread a context: the kernel is loaded, and nothing is allocated."""
+    arrays = tuple(map(to_device, DENSE.arrays()))
+    options = {name: to_device(x) for name, x in DENSE.options().items()}
+    want = cuattn.decode(*arrays, **options, num_splits=1)
+    out = nans(want.shape, want.dtype)
+    cupy.cuda.Device().synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: cuattn.decode(*arrays, **options, num_splits=1, out=out)).result()
+    cupy.cuda.Device().synchronize()
+    assert_same_bits((cupy.asnumpy(out),) * 2, (cupy.asnumpy(want),) * 2)
+
+
 def second_device() -> int:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip(reason="needs two GPUs")

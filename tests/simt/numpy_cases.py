@@ -9,7 +9,7 @@ import numpy as np
 from simt.cases import BF16, F16, WGMMA, WGMMA_KERNELS, Case, Map, Out, Struct
 
 SWIZZLES = (0, 32, 64, 128)
-NUM_WORDS = 60  # of a thread in warp_ops
+NUM_WORDS = 64  # of a thread in warp_ops
 OPERAND_FIELDS = ("start", "lbo", "sbo", "step")
 INT4 = np.dtype([(name, np.int32) for name in "xyzw"])
 WGMMA_PARAMS = np.dtype(
@@ -123,6 +123,8 @@ def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray,
     columns += list(np.moveaxis(d.astype(np.float32).view(u32), 2, 0))
     row = copied[rows].view(u32)
     columns += [row[..., 1], row[..., 2] ^ row[..., 3] * u32(3), w[2] & w[0] | ~w[2] & w[1]]
+    pairs = image.view(u32).reshape(-1, 2)[:128].reshape(4, 32, 2)
+    columns += [pairs[..., 0] ^ pairs[..., 1] * u32(3), image.reshape(-1)[:128].reshape(4, 32), lane]
     columns.append(np.concatenate([np.zeros((2, 32), u32), w[12][:2]]))
     columns += [0] * (NUM_WORDS - len(columns))
     return np.stack([np.broadcast_to(c, (4, 32)).astype(u32).ravel() for c in columns], 1)
@@ -142,6 +144,11 @@ def warp_cases() -> Iterator[Case]:
 
     abs_ = words((3, 1 << 16), 6)
     yield Case("warp_ops", "permute", (abs_, Out(prmt(*abs_)), np.int32(abs_.shape[1])), grid=2)
+
+    low = np.arange(1 << 16, dtype=np.uint16)
+    halves = np.stack([low, low[::-1]], 1)
+    poisoned = np.where((halves & 0x7FFF) >= 0x7C00, np.uint16(0x7FFF), halves)
+    yield Case("warp_ops", "infinities", (Out(poisoned.copy().view(np.uint32)[:, 0]),), grid=2)
 
     x = rounding_edges()
     with np.errstate(over="ignore", invalid="ignore"):

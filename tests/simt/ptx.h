@@ -231,8 +231,8 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
   return (r & ~replicate) | (sign & replicate);
 }
 
-inline void wait_for_grids_before() {}
-inline void let_next_grid_start() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 
 inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
 inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }

@@ -357,8 +357,6 @@ template <int R>
 void setmaxnreg_inc() {
   setmaxnreg_dec<R>();
 }
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
 
 }  // namespace ptx
 

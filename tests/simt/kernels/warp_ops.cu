@@ -1,11 +1,11 @@
 // warp_ops.cu -- every function of common/ptx.cuh, and the warp built-ins, one result a column.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   warp_ops   grid (1), block 128     permute, convert   any grid and block
+//   warp_ops   grid (1), block 128     permute, convert, infinities   any grid and block
 // tests/simt/cases.py computes the same in NumPy, in the same order.
 #include "common/ptx.cuh"
 
-constexpr int NUM_WORDS = 60, NUM_FLOATS = 6, IMAGE_ROWS = 256;
+constexpr int NUM_WORDS = 64, NUM_FLOATS = 6, IMAGE_ROWS = 256;
 
 // words [128, 16]; halves [128, 8], bfloats [128, 8]: pairs of small integers; rows [128]: of the image; image
 // [IMAGE_ROWS] 16 bytes each; exact [128, NUM_WORDS]; approximate [128, NUM_FLOATS].
@@ -86,6 +86,10 @@ extern "C" __global__ void __launch_bounds__(128)
   const uint2 two = ptx::ld_shared_v2(ptx::smem_addr(row) + 8);
   out[n++] = two.x ^ two.y * 3;
   out[n++] = ptx::select_bits(r[0], r[1], r[2]);
+  const uint2 half_wide = ptx::ld_global_nc_v2(reinterpret_cast<const uint2*>(image) + tid);
+  out[n++] = half_wide.x ^ half_wide.y * 3;
+  out[n++] = ptx::ld_global_u16(reinterpret_cast<const u16*>(image) + tid);
+  out[n++] = static_cast<u32>(ptx::opaque_shared(smem + lane) - smem);
 
   // Warps 0 and 1 hand words to warps 2 and 3 through a named barrier.
   if (tid < 64) {
@@ -113,6 +117,15 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void permute(const u32* abs, u32* out, int n) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
     out[i] = ptx::prmt(abs[i], abs[n + i], abs[2 * n + i]);
+  }
+}
+
+// out [65536]: every half in both places, NaN as 0x7fff.
+extern "C" __global__ void infinities(u32* out) {
+  const auto one_nan = [](u32 half) { return (half & 0x7fff) > 0x7c00 ? 0x7fffu : half; };
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
+    const u32 r = ptx::nan_if_infinite(i | (65535 - i) << 16);
+    out[i] = one_nan(r & 0xffff) | one_nan(r >> 16) << 16;
   }
 }
 

@@ -73,6 +73,8 @@ V_VISIBLE = "loader.template store_norms<false>(slot, lane);\n    __syncwarp(); 
 K_VISIBLE = "loader.template store_norms<true>(slot, lane);\n    __syncwarp();  // K of this step"
 LATE_NORMS = """static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
               "norms reach shared memory one tile of their kind late");"""
+SLOTS_OF_NORMS = """static_assert(K::NORMS + V::NORMS == 0 || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0),
+                  "the slots below are for an even number of stages, from four on");"""
 FAULTS = {
     # Barriers and copies
     "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q is in shared memory, and the table", ""),
@@ -92,8 +94,9 @@ FAULTS = {
     "K is read before it has arrived": in_decode(RAW, WAIT + K_VISIBLE, K_VISIBLE),
     "V in codes is read before it has arrived": in_decode(CODES, WAIT + V_VISIBLE, V_VISIBLE),
     "K in codes is read before it has arrived": in_decode(CODES, WAIT + K_VISIBLE, K_VISIBLE),
-    "norms reach shared memory in the step that reads them": in_decode(
-        replace(CODES, page_size=None), LATE_NORMS, "", changes={"num_stages": 2}
+    "norms reach shared memory in the step that reads them": Fault(
+        replace(CODES, page_size=None), (("decode.cu", LATE_NORMS, ""), ("common/kv_ring.cuh", SLOTS_OF_NORMS, "")),
+        changes={"num_stages": 2},
     ),
     "rows past the end of the sequence are copied": in_common(
         "kv_ring", DENSE, "&& key0 + cfg::TILE_KV <= end &&", "&&"

@@ -283,7 +283,7 @@ class _OverlappingLaunch:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        # Made once, since that takes longer than a launch; a thread at a time fills it in.
+        # Made once rather than for each launch, so that one thread at a time fills it in.
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._launch = driver.CUlaunchConfig()

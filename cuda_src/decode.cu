@@ -509,10 +509,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     multiply_k(s, ring + slot, sm.q, queries, key_lane, k_norms_place, lane);
     slot = Loader<K, V>::next_slot<true>(slot);
 
-    // Where registers are scarce, from shared memory each time.
-    const ScoreScale scores = cfg::Q_IN_REGISTERS ? held_scores : ScoreScale(p, sm, lane);
+    const ScoreScale scores = REGISTERS_ARE_SCARCE ? ScoreScale(p, sm, lane) : held_scores;
     scores.apply(s, p.softcap_log2);
-    const KeyRange full = cfg::Q_IN_REGISTERS ? held_full : full_range();
+    const KeyRange full = REGISTERS_ARE_SCARCE ? full_range() : held_full;
     const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
     if (masked) {
 #pragma unroll

@@ -37,7 +37,7 @@ class QuantizeConfig:
 
         The entries of the encoder are two tables of cells, those of the decoder two levels for each byte. Signs of
         results, and signs of 16-bit elements that are operands themselves, are for each of four lanes, operands for
-        each of 32. Each warp of the encoder has a stage for its next 16 blocks.
+        each of 32. Each warp of the encoder has a stage for its next 16 blocks, which begins with a line of 128 bytes.
         """
         is_operand = self.encode and self.dtype is not Dtype.FP32 and not self.with_mean
         first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP

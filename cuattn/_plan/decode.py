@@ -233,8 +233,6 @@ _TBQ4_LARGE = {
     (256, 1): DecodeTile(32, 4, 8, 256),
     (512, 1): DecodeTile(16, 4, 4, 256),
 }
-# On a B200 the same step of 32 keys would spill.
-_TBQ4_BLACKWELL = _TBQ4_LARGE | {(256, 1): DecodeTile(16, 4, 8, 256)}
 _TBQ4_SMALL = {
     (64, 1): DecodeTile(32, 6, 4, 128),
     (64, 2): DecodeTile(32, 6, 4, 128),
@@ -281,9 +279,7 @@ def decode_tiles(
     if k_format is not v_format:
         return _MIXED_LARGE if large else _MIXED_SMALL
     if k_format is KvFormat.TBQ4:
-        if large:
-            return _TBQ4_BLACKWELL if device.arch.startswith("sm_10") else _TBQ4_LARGE
-        return _TBQ4_SMALL
+        return _TBQ4_LARGE if large else _TBQ4_SMALL
     return _DECODE_LARGE if large else _DECODE_SMALL
 
 

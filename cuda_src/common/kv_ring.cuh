@@ -10,8 +10,11 @@
 #include "common/ptx.cuh"
 #include "common/tile16.cuh"
 
+// Where the plan finds no registers for Q, none are left for values that can be had in another way.
+constexpr bool REGISTERS_ARE_SCARCE = !cfg::Q_IN_REGISTERS;
+
 // A value that a lane needs in every step: in a register where there are some, else computed anew.
-__device__ __forceinline__ u32 held(u32 x) { return cfg::Q_IN_REGISTERS ? ptx::opaque(x) : x; }
+__device__ __forceinline__ u32 held(u32 x) { return REGISTERS_ARE_SCARCE ? x : ptx::opaque(x); }
 
 template <class Kv>
 constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127) / 128 * 128;
@@ -87,8 +90,8 @@ struct TileNorms {
 template <class Kv, bool IS_K>
 struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
-  // The same where rows are looked up one by one, and registers are scarce.
-  static constexpr int COPIES_AT_ONCE = cfg::Q_IN_REGISTERS ? COPIES : 2;
+  // The same where rows are looked up one by one, each with an address of its own.
+  static constexpr int COPIES_AT_ONCE = REGISTERS_ARE_SCARCE ? 2 : COPIES;
   // Whole rows in a copy of the warp: successive copies of a lane are a fixed number of rows apart.
   static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
   static constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
@@ -281,11 +284,13 @@ struct Loader {
       look_ahead(lane);
     }
   }
-  // The tile that follows the one in use, in `slot`, by NUM_STAGES - 1, into the slot of the one before. Norms that
-  // wait must have been stored; a barrier of the warp between the two keeps the compiler from taking other registers
-  // for the new ones and copying them, for which they would have to be there.
+
+  // Whether the tile that is loaded while one of K (`AFTER_K`) or of V is in use is one of K.
   template <bool AFTER_K>
   static constexpr bool LOADS_K = AFTER_K == (cfg::NUM_STAGES % 2 == 1);
+  // Norms that wait in the registers that load_ahead is going to load; `slot` is that of the tile in use. A barrier of
+  // the warp between the two keeps the compiler from loading into other registers and copying those, for which the
+  // norms would have to be there.
   template <bool AFTER_K>
   __device__ __forceinline__ void store_norms(u32 slot, int lane) const {
     // Of the tile that follows by NUM_STAGES - 3.
@@ -303,6 +308,7 @@ struct Loader {
       v.store_norms(ring + waiting, lane);
     }
   }
+  // The tile that follows the one in use, in `slot`, by NUM_STAGES - 1, into the slot of the one before.
   template <bool AFTER_K>
   __device__ __forceinline__ void load_ahead(u32 slot, int lane) {
     if constexpr (LOADS_K<AFTER_K>) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ._arrays import Array
+from ._arrays import Array, pointer
 from ._kinds import KvFormat
 
 
@@ -71,3 +71,17 @@ class Cache:
     def given(self) -> Array | Planes:
         """What `cuattn.reference` takes: the rows, or the planes of TBQ4."""
         return self.rows if self.norms is None else Planes(self.rows, self.norms, self.mean)
+
+    @property
+    def adjacent_heads(self) -> int:
+        """KV heads, 1, 2 or 4 that divide all, whose rows stand side by side, and whose norms are one aligned word.
+
+        1 for rows of elements, which are long enough by themselves.
+        """
+        if self.norms is None:
+            return 1
+        norm_bytes = self.norms.shape[-1] * self.norms.dtype.itemsize
+        if self.rows.strides[2] != self.rows.shape[-1] or self.norms.strides[2] != norm_bytes:
+            return 1
+        places = (self.num_kv_heads * norm_bytes, pointer(self.norms), *self.norms.strides[:2])
+        return next((n for n in (4, 2) if all(place % (n * norm_bytes) == 0 for place in places)), 1)

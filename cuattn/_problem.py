@@ -20,7 +20,11 @@ def norm_bytes(kv_format: KvFormat, head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProblem:
-    """Sizes of one decode call; `max_kv_len` is the capacity of a sequence: its length is known to the device only."""
+    """Sizes of one decode call.
+
+    `max_kv_len` is the capacity of a sequence: its length is known to the device only. So many KV heads, of K and of V,
+    that `adjacent_heads` is a multiple of their number can be read together.
+    """
 
     dtype: Dtype
     k_format: KvFormat
@@ -31,6 +35,7 @@ class DecodeProblem:
     num_kv_heads: int
     head_dim: int
     max_kv_len: int
+    adjacent_heads: int = 1
 
     @property
     def group(self) -> int:

@@ -113,18 +113,17 @@ def cells(block: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
 
     Returns
     -------
-    offsets : array of float32, shape (2, NUM_CELLS)
+    offsets : array of float32, shape (NUM_CELLS,)
         Minus the boundary inside of each cell: a value is below it where the sum is negative. Never -0, so that the sum
-        of a value on the boundary is +0. 2 where there is no boundary, which no value is below. In the second row a
-        value on the boundary is below: there stands the next float32.
+        of a value on the boundary is +0. 2 where there is no boundary, which no value is below.
     codes : array of uint32
         The code of a value that is not below.
     """
     boundaries = midpoints(block)
     places = np.floor(boundaries * np.float64(cells_per_unit(block)) + 0.5).astype(int) + NUM_CELLS // 2
     codes = np.searchsorted(places, np.arange(NUM_CELLS), side="right")
-    offsets = np.full((2, NUM_CELLS), 2, np.float32)
-    offsets[:, places] = 0 - boundaries, -np.nextafter(boundaries, np.float32(1))
+    offsets = np.full(NUM_CELLS, 2, np.float32)
+    offsets[places] = 0 - boundaries
     return offsets, codes.astype(np.uint32)
 
 

@@ -1,16 +1,16 @@
 // decode.cu -- split-KV decode attention: 1 to 16 query tokens a sequence against a paged KV cache.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   grid   (num_splits * row blocks, num_kv_heads, batch)      block  NUM_WARPS * 32
+//   grid   (num_kv_heads, num_splits * row blocks, batch)      block  NUM_WARPS * 32
 //   CTA    up to ROWS query rows of one KV head, one split of their keys; row = token * group + head of the group
+//          With TILE_HEADS > 1, of that many KV heads, each with its share of the rows: grid.x has as many less.
 //   warp   every NUM_WARPS-th step of TILE_KV keys, an online softmax of its own; the warps merge at the end
 //
 // Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
 // Formats of K and V are policies, each by itself (kv/kv.cuh).
+#include "common/decode_work.cuh"
 #include "common/kv_ring.cuh"
-#include "common/mask.cuh"
-#include "common/params.cuh"
 #include "common/softmax.cuh"
 #include "common/tile16.cuh"
 #include "kv/kv.cuh"
@@ -18,14 +18,20 @@
 namespace {
 
 using Elem = ElemOf<cfg::DTYPE>::type;
-using K = KvOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
-using V = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM>::type;
+// Of tiles, whose rows are those of TILE_HEADS heads side by side.
+using K = KvOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM * cfg::TILE_HEADS>::type;
+using V = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM * cfg::TILE_HEADS>::type;
+// Of Q and O, whose rows are those of a head.
+using KHead = KvOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
+using VHead = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM>::type;
 using QTile = Tile16<cfg::HEAD_DIM>;
 
-constexpr int ROWS = 8 * cfg::ROW_TILES;
 constexpr int DIM_BLOCKS = cfg::HEAD_DIM / 16;
 constexpr int KEY_BLOCKS = cfg::TILE_KV / 16;
-constexpr int O_STRIDE = V::O_STRIDE;  // floats
+constexpr int O_STRIDE = VHead::O_STRIDE;  // floats
+static_assert(cfg::TILE_HEADS == 1 || (cfg::ROW_TILES == 1 && KHead::PARTS == 1 && VHead::PARTS == 1 &&
+                                       KHead::NORMS == 1 && VHead::NORMS == 1),
+              "several heads share the eight columns of one tile, and a column has one norm a key");
 static_assert(cfg::TILE_KV == 16 || cfg::TILE_KV == 32, "each lane looks up the page of one row of a tile");
 static_assert(cfg::TILE_KV * K::CHUNKS % WARP == 0 && cfg::TILE_KV * V::CHUNKS % WARP == 0,
               "a tile is a whole number of 16-byte copies per lane");
@@ -53,120 +59,58 @@ static_assert(cfg::LEAD_BYTES + sizeof(Smem) == cfg::SMEM_BYTES,
               "cuattn/_plan and decode.cu disagree on shared memory");
 static_assert(sizeof(DecodeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
-// What one CTA works on.
-struct Work {
-  int batch, kv_head, split;
-  int row0, num_rows;  // rows of this CTA: row0 .. row0 + num_rows - 1
-  int kv_len;          // clamped to the capacity of the page table
-  int first;           // no row sees a key before it
-  int begin, end;      // keys of this split, a whole number of tiles but at the end
-
-  // One token a sequence is the most frequent case, and a division takes as long as a trip to L2.
-  __device__ __forceinline__ int token(const DecodeParams& p, int row) const {
-    return p.seqlen_q == 1 ? 0 : (row0 + row) / p.group;
-  }
-  __device__ __forceinline__ int head(const DecodeParams& p, int row) const {
-    return kv_head * p.group + (p.seqlen_q == 1 ? row0 + row : (row0 + row) % p.group);
-  }
-  // Index of `row` in [num_splits, batch, seqlen_q, num_qo_heads].
-  __device__ __forceinline__ i64 flat(const DecodeParams& p, int row) const {
-    const i64 sequence = static_cast<i64>(split) * gridDim.z + batch;
-    return (sequence * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
-  }
-  __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
-    // The rows that pad a tile see what the last one sees.
-    KeyRange r = visible_keys(token(p, min(row, num_rows - 1)), p.seqlen_q, kv_len, p.window_left, p.window_right);
-    r.lo = max(r.lo, max(p.first_key, kv_len - p.last_keys));
-    r.hi = min(r.hi, min(p.end_key, kv_len - p.skip_last));
-    return r;
-  }
-};
-
-// The rows of this CTA; the keys are not known yet.
-__device__ __forceinline__ Work find_rows(const DecodeParams& p) {
-  Work w{};
-  w.batch = blockIdx.z;
-  w.kv_head = blockIdx.y;
-  const int all_rows = p.seqlen_q * p.group;
-  const int row_blocks = (all_rows + ROWS - 1) / ROWS;
-  w.split = row_blocks == 1 ? blockIdx.x : blockIdx.x / row_blocks;
-  w.row0 = row_blocks == 1 ? 0 : blockIdx.x % row_blocks * ROWS;
-  w.num_rows = min(ROWS, all_rows - w.row0);
-  return w;
+// x where column g of an operand is one of KV head `head`, else zeros: a column of another head takes no part.
+__device__ __forceinline__ u32 of_head(u32 x, int head, int lane) {
+  return cfg::TILE_HEADS == 1 || lane / 4 / HEAD_ROWS == head ? x : 0;
 }
 
-__device__ __forceinline__ int given_length(const DecodeParams& p, const Work& w) {
-  return *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
-}
-
-__device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Work& w) {
-  w.kv_len = max(0, min(length, p.capacity));
-  w.first = w.keys(p, 0).lo;
-  const int hi = w.keys(p, w.num_rows - 1).hi;
-  if (hi <= w.first) {
-    w.begin = w.end = w.first;
-    return;
-  }
-  // The keys are cut at multiples of TILE_KV, so that a tile lies inside of a page if a page is a whole number of
-  // tiles: into splits of whole steps of all warps where there are many, that no warp is left with one step more than
-  // the others; else of tiles. With few keys, splits have MIN_SPLIT and the last ones are empty.
-  const int lo = w.first / cfg::TILE_KV * cfg::TILE_KV;
-  const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * p.num_splits;
-  const int unit = many_steps ? cfg::KEYS_PER_STEP : cfg::TILE_KV;
-  const int units = (hi - lo + unit - 1) / unit;
-  const int per_split = units / p.num_splits, rest = units - per_split * p.num_splits;
-  const auto begin_of = [&](int split) {
-    const int even = split * per_split + min(split, rest);  // at most the number of units
-    const int dense = min(units, split * ((cfg::MIN_SPLIT + unit - 1) / unit));
-    return static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(max(even, dense)) * unit));
-  };
-  w.begin = begin_of(w.split);
-  w.end = begin_of(w.split + 1);
-}
-
-// B operands of Q: from registers where they fit beside the accumulators, else from shared memory each time.
+// B operands of Q, of the rows of each KV head: from registers where they fit beside the accumulators, else from shared
+// memory each time.
 struct QueryFragments {
   static constexpr int KEPT = cfg::Q_IN_REGISTERS ? DIM_BLOCKS / 2 : 1;
-  u32 kept[cfg::ROW_TILES][KEPT][4];  // of two successive blocks of 16 head_dim
+  u32 kept[cfg::TILE_HEADS][cfg::ROW_TILES][KEPT][4];  // of two successive blocks of 16 head_dim
 
-  static __device__ __forceinline__ void load(u32 (&b)[4], const u8* q, int tile, int pair, int lane) {
+  static __device__ __forceinline__ void load(u32 (&b)[4], const u8* q, int head, int tile, int pair, int lane) {
     ptx::ldmatrix_x4(b, q + QTile::offset(tile * 8 + lane % 8, 4 * pair + lane / 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = of_head(b[i], head, lane);
   }
   __device__ __forceinline__ void keep(const u8* q, int lane) {
     if constexpr (cfg::Q_IN_REGISTERS) {
 #pragma unroll
-      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+      for (int head = 0; head < cfg::TILE_HEADS; ++head) {
 #pragma unroll
-        for (int pair = 0; pair < KEPT; ++pair) load(kept[n][pair], q, n, pair, lane);
+        for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+          for (int pair = 0; pair < KEPT; ++pair) load(kept[head][n][pair], q, head, n, pair, lane);
+        }
       }
     }
   }
-  __device__ __forceinline__ void get(u32 (&b)[4], const u8* q, int tile, int pair, int lane) const {
+  __device__ __forceinline__ void get(u32 (&b)[4], const u8* q, int head, int tile, int pair, int lane) const {
     if constexpr (cfg::Q_IN_REGISTERS) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = kept[tile][pair][i];
+      for (int i = 0; i < 4; ++i) b[i] = kept[head][tile][pair][i];
     } else {
-      load(b, q, tile, pair, lane);
+      load(b, q, head, tile, pair, lane);
     }
   }
 };
 
 // Parts of K whose loop is unrolled: where accumulators leave few registers, parts take turns with them.
-constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? K::PARTS : 1;
+constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? KHead::PARTS : 1;
 
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
 __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            u32 norms_place, int lane) {
-  constexpr int PAIRS = DIM_BLOCKS / 2 / K::PARTS;
+  constexpr int PAIRS = DIM_BLOCKS / 2 / KHead::PARTS;
   const TileNorms<K> row_norms(tile, norms_place);
 #pragma unroll PARTS_AT_ONCE
-  for (int part = 0; part < K::PARTS; ++part) {
-    typename K::Keys keys[KEY_BLOCKS];
+  for (int part = 0; part < KHead::PARTS; ++part) {
     float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
-      keys[i].load(tile, i * 16, part, key_lane);
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -174,27 +118,33 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
       }
     }
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      u32 b[cfg::ROW_TILES][4];
+    for (int head = 0; head < cfg::TILE_HEADS; ++head) {
+      typename K::Keys keys[KEY_BLOCKS];
 #pragma unroll
-      for (int n = 0; n < cfg::ROW_TILES; ++n) queries.get(b[n], q, n, part * PAIRS + pair, lane);
+      for (int i = 0; i < KEY_BLOCKS; ++i) keys[i].load(tile, i * 16, head * KHead::PARTS + part, key_lane);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        u32 b[cfg::ROW_TILES][4];
 #pragma unroll
-        for (int i = 0; i < KEY_BLOCKS; ++i) {
-          u32 a[4];
-          keys[i].get(a, 2 * pair + half, key_lane);
+        for (int n = 0; n < cfg::ROW_TILES; ++n) queries.get(b[n], q, head, n, part * PAIRS + pair, lane);
 #pragma unroll
-          for (int n = 0; n < cfg::ROW_TILES; ++n) {
-            const u32 operand[2] = {b[n][2 * half], b[n][2 * half + 1]};
-            ptx::mma_m16n8k16<typename K::Operand>(sum[i][n], a, operand);
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < KEY_BLOCKS; ++i) {
+            u32 a[4];
+            keys[i].get(a, 2 * pair + half, key_lane);
+#pragma unroll
+            for (int n = 0; n < cfg::ROW_TILES; ++n) {
+              const u32 operand[2] = {b[n][2 * half], b[n][2 * half + 1]};
+              ptx::mma_m16n8k16<typename K::Operand>(sum[i][n], a, operand);
+            }
           }
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
-      const float norms[2] = {row_norms.rows[i][0].get(part), row_norms.rows[i][1].get(part)};  // of rows g and g + 8
+      const float norms[2] = {row_norms.get(i, 0, part), row_norms.get(i, 1, part)};  // of rows g and g + 8
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -208,16 +158,16 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
 }
 
 // P of each part of V: probabilities, times the norms of V's rows where it has norms.
-using Weights = float[V::PARTS][KEY_BLOCKS][cfg::ROW_TILES][4];
+using Weights = float[VHead::PARTS][KEY_BLOCKS][cfg::ROW_TILES][4];
 
 // o[n][mb] += V^T P^T.
 __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p, const u8* tile,
-                                           const typename V::ValueLane& value_lane) {
-  constexpr int PART_BLOCKS = DIM_BLOCKS / V::PARTS;
+                                           const typename V::ValueLane& value_lane, int lane) {
+  constexpr int PART_BLOCKS = DIM_BLOCKS / VHead::PARTS;
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
 #pragma unroll
-    for (int part = 0; part < V::PARTS; ++part) {
+    for (int part = 0; part < VHead::PARTS; ++part) {
       // P^T: an accumulator holds (key g, rows 2t, 2t+1), the operand wants (keys 2t, 2t+1, row g).
       u32 b[cfg::ROW_TILES][2];
 #pragma unroll
@@ -226,15 +176,24 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
         b[n][0] = ptx::movmatrix_trans(ptx::pack2<typename V::Operand>(x[0], x[1]));
         b[n][1] = ptx::movmatrix_trans(ptx::pack2<typename V::Operand>(x[2], x[3]));
       }
-      typename V::Values values;
-      values.load(tile, i * 16, part, value_lane);
 #pragma unroll
-      for (int mb = 0; mb < PART_BLOCKS; ++mb) {
-        u32 a[4];
-        values.get(a, mb, value_lane);
+      for (int head = 0; head < cfg::TILE_HEADS; ++head) {
+        u32 operand[cfg::ROW_TILES][2];
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
-          ptx::mma_m16n8k16<typename V::Operand>(o[n][part * PART_BLOCKS + mb], a, b[n]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) operand[n][j] = of_head(b[n][j], head, lane);
+        }
+        typename V::Values values;
+        values.load(tile, i * 16, head * VHead::PARTS + part, value_lane);
+#pragma unroll
+        for (int mb = 0; mb < PART_BLOCKS; ++mb) {
+          u32 a[4];
+          values.get(a, mb, value_lane);
+#pragma unroll
+          for (int n = 0; n < cfg::ROW_TILES; ++n) {
+            ptx::mma_m16n8k16<typename V::Operand>(o[n][part * PART_BLOCKS + mb], a, operand[n]);
+          }
         }
       }
     }
@@ -279,12 +238,6 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
     }
     return true;
   }
-}
-
-// The address of a row of Q, null for those that pad a tile.
-__device__ __forceinline__ const u8* query(const DecodeParams& p, const Work& w, int row) {
-  if (row >= w.num_rows) return nullptr;
-  return p.q + w.batch * p.q_stride_batch + w.token(p, row) * p.q_stride_token + w.head(p, row) * p.q_stride_head;
 }
 
 // Scores in log2 units from raw ones.
@@ -347,10 +300,11 @@ __device__ __forceinline__ float over_warp(float x, Combine combine) {
 __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Smem& sm) {
   constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
   const bool direct = p.out_partial == nullptr;
-  const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head * cfg::HEAD_DIM;
   const int lane = threadIdx.x % WARP;
 #pragma unroll 1
-  for (int row = threadIdx.x / WARP; row < w.num_rows; row += cfg::NUM_WARPS) {
+  for (int row = threadIdx.x / WARP; row < w.end_row(); row += cfg::NUM_WARPS) {
+    if (!w.has(row)) continue;
+    const float* mean = p.v_mean == nullptr ? nullptr : p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM;
     // A lane has the state of one warp.
     const bool of_warp = lane < cfg::NUM_WARPS;
     const float own_m = of_warp ? sm.m[lane][row] : neg_inf();
@@ -386,11 +340,11 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, con
       for (int i = 0; i < VECTORS; ++i) {
         const int dim = (i * WARP + lane) * 4;
         if (dim >= cfg::HEAD_DIM) continue;
-        const float4 y = *reinterpret_cast<const float4*>(&sm.o[warp][row][V::o_place(dim)]);
+        const float4 y = *reinterpret_cast<const float4*>(&sm.o[warp][row][VHead::o_place(dim)]);
         x[i][0] += weight * y.x, x[i][1] += weight * y.y, x[i][2] += weight * y.z, x[i][3] += weight * y.w;
       }
     }
-    V::restore(x, lane);
+    VHead::restore(x, lane);
     // The mean counts with the keys' share of the weights.
     const float keys = mean == nullptr ? 0.f : l_keys * softmax::weight(m, total_m) * scale;
     u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
@@ -431,19 +385,19 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   Work w = find_rows(p);
   if constexpr (K::NORMS > 0) {
-    K::fill_table(sm.table);
+    KHead::fill_table(sm.table);
   } else {
-    V::fill_table(sm.table);
+    VHead::fill_table(sm.table);
   }
   ptx::griddepcontrol_wait();
   const int length = given_length(p, w);
   const auto row_of_q = [&](int row) { return query(p, w, row); };
-  const typename K::QueryPart query_part = K::fetch_queries(ROWS, row_of_q);
+  const typename KHead::QueryPart query_part = KHead::fetch_queries(ROWS, row_of_q);
   find_keys(p, length, w);
   if (w.begin == w.end && w.split > 0) {
     // An empty part is its state alone; split 0 is never skipped, it carries the sink and the zeros of an empty row.
-    for (int row = threadIdx.x; row < w.num_rows; row += cfg::NUM_WARPS * WARP) {
-      reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(neg_inf(), EMPTY_PART);
+    for (int row = threadIdx.x; row < w.end_row(); row += cfg::NUM_WARPS * WARP) {
+      if (w.has(row)) reinterpret_cast<float2*>(p.state_partial)[w.flat(p, row)] = make_float2(neg_inf(), EMPTY_PART);
     }
     return;
   }
@@ -463,8 +417,10 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   constexpr int BEFORE_Q = K::NORMS + V::NORMS > 0 ? 2 : cfg::NUM_STAGES - 1;
 #pragma unroll
   for (int i = 0; i < BEFORE_Q; ++i) load(i);
-  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
-  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, ROWS, row_of_q, query_part);
+  const auto mean_of = [&](int row) {
+    return p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM;
+  };
+  KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, ROWS, row_of_q, query_part);
   __syncthreads();  // q is in shared memory, and the table
   QueryFragments queries;
   queries.keep(sm.q, lane);
@@ -480,7 +436,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
 
   softmax::ColumnState<cfg::ROW_TILES> state;
   softmax::ColumnScale<cfg::ROW_TILES> scale;  // of O, where V has norms
-  float o[cfg::ROW_TILES][DIM_BLOCKS][4];      // O^T: V::dim(mb, g, 0 or 1), rows 2t, 2t+1 of tile n
+  float o[cfg::ROW_TILES][DIM_BLOCKS][4];      // O^T: VHead::dim(mb, g, 0 or 1), rows 2t, 2t+1 of tile n
 #pragma unroll
   for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -535,10 +491,10 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     const TileNorms<V> row_norms(tile, v_norms_place);
     Weights weights;
 #pragma unroll
-    for (int part = 0; part < V::PARTS; ++part) {
+    for (int part = 0; part < VHead::PARTS; ++part) {
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS; ++i) {
-        const float norms[2] = {row_norms.rows[i][0].get(part), row_norms.rows[i][1].get(part)};  // of rows g and g + 8
+        const float norms[2] = {row_norms.get(i, 0, part), row_norms.get(i, 1, part)};  // of rows g and g + 8
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -557,7 +513,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
           for (int c = 0; c < 2; ++c) {
             for_hidden(p, w, n, c, key0, lane, [&](int i, int e) {
 #pragma unroll
-              for (int part = 0; part < V::PARTS; ++part) weights[part][i][n][e] = 0.f;
+              for (int part = 0; part < VHead::PARTS; ++part) weights[part][i][n][e] = 0.f;
             });
           }
         }
@@ -565,7 +521,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       scale.update(weights, grew, multiply_o);
     }
     if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
-      multiply_v(o, weights, tile, value_lane);
+      multiply_v(o, weights, tile, value_lane, lane);
     }
     slot = Loader<K, V>::next_slot<false>(slot);
   }
@@ -582,7 +538,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       if constexpr (V::NORMS > 0) multiply_o(n, c, 1.f / scale.factor[n][c]);  // exact: a power of two
 #pragma unroll
       for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-        V::store_o(sm.o[warp][row], mb, g, o[n][mb][c], o[n][mb][c + 2]);
+        VHead::store_o(sm.o[warp][row], mb, g, o[n][mb][c], o[n][mb][c + 2]);
       }
       if (g == 0) {
         sm.m[warp][row] = state.maximum(n, c);

@@ -33,19 +33,20 @@ static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py an
 
 struct alignas(128) Tables {
   tbq4::Cells cells;
-  uint4 results[STEPS][4];  // of each four results of lanes t: the address of a table of cells, by their signs
-  uint4 flipped[4];         // codes of lanes t that are those of -u
-  // First signs. Of 16-bit elements: bits to flip in a chunk of lanes t. Else in B operands, two for each lane.
-  uint4 first[IS_OPERAND ? CHUNKS : STEPS][IS_OPERAND ? 4 : WARP];
+  float4 results[STEPS][4];  // signs of each four results of lanes t
+  uint4 first[STEPS][WARP];  // two B operands of each lane, with the first signs
 };
 constexpr u32 PIECES = 4 * LOADS;                 // of 16 bytes of a block
 using Stage = uint4[tbq4::TILE_BLOCKS * PIECES];  // the next input of a warp
 static_assert(sizeof(Tables) + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
               "plan and kernel disagree on shared memory");
 
-// The sign bits of two neighboring 16-bit elements.
-__device__ __forceinline__ u32 sign_pair(u32 in) {
-  return tbq4::is_negative(cfg::SIGNS1, in, 0) << 15 | tbq4::is_negative(cfg::SIGNS1, in + 1, 0) << 31;
+// Elements k = 2t, 2t + 1 of the B operand of m16n8k16 for inputs `in` and `in` + 1, and results 8 * bit3 higher: the
+// stages of bits 5, 4, 3 and 0.
+__device__ __forceinline__ u32 pair_operand(u32 in, u32 bit3, u32 lane) {
+  constexpr u32 SIXTEENTHS = cfg::IN_DTYPE == Dtype::BF16 ? 0x3d803d80 : 0x2c002c00;
+  const u32 out = lane / 8 * 16 + 8 * bit3 + lane / 4 % 2;
+  return SIXTEENTHS | tbq4::is_negative(cfg::SIGNS1, in, out) << 15 | tbq4::is_negative(cfg::SIGNS1, in + 1, out) << 31;
 }
 // Element k of the B operand of m16n8k8 for input 64h + 32k + 8t + j: the stages of bits 5, 4 and 3.
 __device__ __forceinline__ u32 float_operand(u32 h, u32 k, u32 j, u32 lane) {
@@ -58,29 +59,16 @@ __device__ __forceinline__ void fill(Tables& tables) {
   tables.cells.fill(threadIdx.x, THREADS);
   for (u32 i = threadIdx.x; i < STEPS * 4; i += THREADS) {
     const u32 step = i / 4, t = i % 4, out = step / 4 * 64 + t * 16 + step % 4 * 4;
-    const auto table = [&](u32 j) {
-      return ptx::smem_addr(tbq4::is_negative(cfg::SIGNS2, out + j, 0) ? tables.cells.down : tables.cells.up);
-    };
-    tables.results[step][t] = make_uint4(table(0), table(1), table(2), table(3));
+    const auto sign = [out](u32 j) { return tbq4::is_negative(cfg::SIGNS2, out + j, 0) ? -1.f : 1.f; };
+    tables.results[step][t] = make_float4(sign(0), sign(1), sign(2), sign(3));
   }
-  if (threadIdx.x < 4) {
-    const auto word = [](u32 i) {
-      u32 flipped = 0;
-      for (u32 j = 0; j < 8; ++j) {
-        flipped |= 15 * tbq4::is_negative(cfg::SIGNS2, i / 2 * 64 + threadIdx.x * 16 + i % 2 * 8 + j, 0) << 4 * j;
-      }
-      return flipped;
-    };
-    tables.flipped[threadIdx.x] = make_uint4(word(0), word(1), word(2), word(3));
-  }
-  if constexpr (IS_OPERAND) {
-    for (u32 i = threadIdx.x; i < CHUNKS * 4; i += THREADS) {
-      tables.first[i / 4][i % 4] =
-          make_uint4(sign_pair(8 * i), sign_pair(8 * i + 2), sign_pair(8 * i + 4), sign_pair(8 * i + 6));
-    }
-  } else {
-    for (u32 i = threadIdx.x; i < STEPS * WARP; i += THREADS) {
-      const u32 lane = i % WARP, h = i / WARP / 4, j = i / WARP % 4 * 2;
+  for (u32 i = threadIdx.x; i < STEPS * WARP; i += THREADS) {
+    const u32 lane = i % WARP, h = i / WARP / 4, j = i / WARP % 4 * 2;
+    if constexpr (IS_OPERAND) {
+      const u32 in = 64 * h + 8 * (lane % 4) + j;
+      tables.first[i / WARP][lane] = make_uint4(pair_operand(in, 0, lane), pair_operand(in + 32, 0, lane),
+                                                pair_operand(in, 1, lane), pair_operand(in + 32, 1, lane));
+    } else {
       tables.first[i / WARP][lane] = make_uint4(float_operand(h, 0, j, lane), float_operand(h, 1, j, lane),
                                                 float_operand(h, 0, j + 1, lane), float_operand(h, 1, j + 1, lane));
     }
@@ -102,19 +90,37 @@ __device__ __forceinline__ float element(const uint4 (&loads)[LOADS], int i, flo
   return __uint_as_float(tbq4::word_of(loads[i / 4], i % 4));
 }
 
+// Whether each block begins where the one before ends.
+__device__ __forceinline__ bool is_contiguous(const QuantizeParams& p) {
+  const i64 row = cfg::HEAD_DIM * sizeof(In), rows1 = p.heads, rows0 = rows1 * p.dim1;  // of a step of dim1, of dim0
+  return (rows1 == 1 || p.x_stride_head == row) && (rows0 == rows1 || p.x_stride_dim1 == rows1 * row) &&
+         (p.num_rows == rows0 || p.x_stride_dim0 == rows0 * row);
+}
+
 // Where the blocks of a tile are.
 struct Source {
   const u8* x;
-  i64 offset;          // of block lane % 16; past the end the last block is repeated
+  bool in_line;        // one behind the other, from x on
+  i64 offset;          // else, of block lane % 16; past the end the last block is repeated
   u32 mean_offset[2];  // of this lane's first elements of blocks g and g + 8
   bool one_mean;       // they are the same in all lanes
 
-  __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, u32 first, u32 num_blocks,
-                                    u32 lane) {
-    const tbq4::Place at(min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1), shape);
+  __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, bool contiguous, u32 first,
+                                    u32 num_blocks, u32 lane) {
     x = p.x;
-    offset = offset_of(p, at);
-    const u32 mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
+    in_line = contiguous && first + tbq4::TILE_BLOCKS <= num_blocks;
+    if (in_line) x += static_cast<i64>(first) * (cfg::BLOCK * sizeof(In));
+    const u32 block = min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1);
+    u32 mean = 0;
+    if (!in_line) {
+      const tbq4::Place at(block, shape);
+      offset = offset_of(p, at);
+      mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
+    } else if (cfg::WITH_MEAN) {
+      u32 head;
+      shape.heads.divide(block / tbq4::BLOCKS_PER_ROW, head);
+      mean = head * cfg::HEAD_DIM + block % tbq4::BLOCKS_PER_ROW * cfg::BLOCK;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       mean_offset[r] =
@@ -136,11 +142,20 @@ struct Input {
     return block * PIECES + (piece ^ block % 2 * (PER_CHUNK == 1 ? 4 : 1));
   }
   static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
+    if (source.in_line) {
+      const u8* from = source.x + lane * 16;
 #pragma unroll
-    for (int copy = 0; copy < 2 * LOADS; ++copy) {
-      const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
-      const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
-      ptx::cp_async16(&stage[place(block, piece)], source.x + offset + piece * 16, true);
+      for (int copy = 0; copy < 2 * LOADS; ++copy) {
+        const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
+        ptx::cp_async16(&stage[place(block, piece)], from + copy * WARP * 16, true);
+      }
+    } else {
+#pragma unroll
+      for (int copy = 0; copy < 2 * LOADS; ++copy) {
+        const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
+        const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
+        ptx::cp_async16(&stage[place(block, piece)], source.x + offset + piece * 16, true);
+      }
     }
     ptx::cp_async_commit();
   }
@@ -186,21 +201,14 @@ __device__ __forceinline__ float quad_sum(float x) {
 template <class Elem>
 __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
                                                 const Tables& tables, u32 lane) {
-  const auto operand = [lane](u32 k, u32 bit3) {
-    const u32 in = 32 * k + 8 * (lane % 4), out = lane / 8 * 16 + 8 * bit3 + lane / 4 % 2;
-    constexpr u32 SIXTEENTHS = cfg::IN_DTYPE == Dtype::BF16 ? 0x3d803d80 : 0x2c002c00;
-    return SIXTEENTHS | (__popc(in & out) & 1) << 15 | (__popc((in + 1) & out) & 1) << 31;
-  };
-  const u32 operands[2][2] = {{operand(0, 0), operand(1, 0)}, {operand(0, 1), operand(1, 1)}};
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
-    const uint4 low = tables.first[2 * h][lane % 4], high = tables.first[2 * h + 1][lane % 4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const u32 a[4] = {tbq4::word_of(x.raw[0][2 * h], q) ^ tbq4::word_of(low, q),
-                        tbq4::word_of(x.raw[1][2 * h], q) ^ tbq4::word_of(low, q),
-                        tbq4::word_of(x.raw[0][2 * h + 1], q) ^ tbq4::word_of(high, q),
-                        tbq4::word_of(x.raw[1][2 * h + 1], q) ^ tbq4::word_of(high, q)};
+      const u32 a[4] = {tbq4::word_of(x.raw[0][2 * h], q), tbq4::word_of(x.raw[1][2 * h], q),
+                        tbq4::word_of(x.raw[0][2 * h + 1], q), tbq4::word_of(x.raw[1][2 * h + 1], q)};
+      const uint4 b = tables.first[4 * h + q][lane];
+      const u32 operands[2][2] = {{b.x, b.y}, {b.z, b.w}};
 #pragma unroll
       for (int bit3 = 0; bit3 < 2; ++bit3) {
         float d[4] = {};
@@ -291,7 +299,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
   const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
   u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
   if (first >= num_blocks) return;
-  Source source(p, shape, first, num_blocks, lane);
+  const bool contiguous = is_contiguous(p);
+  Source source(p, shape, contiguous, first, num_blocks, lane);
   Stage& stage = stages[threadIdx.x / WARP];
   Input::prefetch(source, stage, lane);
   for (; first < num_blocks; first += step) {
@@ -304,23 +313,23 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     }
     __syncwarp();  // all lanes have read the stage
     if (first + step < num_blocks) {
-      source = Source(p, shape, first + step, num_blocks, lane);
+      source = Source(p, shape, contiguous, first + step, num_blocks, lane);
       Input::prefetch(source, stage, lane);
     }
 
     const float scales[2] = {SCALE * tbq4::inverse_norm(sums[0]), SCALE * tbq4::inverse_norm(sums[1])};
-    const uint4 flipped = tables.flipped[t];
+    const u32 cells = ptx::smem_addr(tables.cells.cells);
     u32 codes[2][PER_LANE / 8];
 #pragma unroll
     for (int i = 0; i < PER_LANE / 8; ++i) {
-      const uint4 low = tables.results[2 * i][t], high = tables.results[2 * i + 1][t];
-      const u32 cells[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      const float4 low = tables.results[2 * i][t], high = tables.results[2 * i + 1][t];
+      const float signs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float u[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) u[j] = y[r][8 * i + j];
-        codes[r][i] = tbq4::eight_codes(u, scales[r], cells) ^ tbq4::word_of(flipped, i);
+        codes[r][i] = tbq4::eight_codes(u, signs, scales[r], cells);
       }
     }
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};

@@ -83,6 +83,7 @@ class DecodeCall:
             num_kv_heads=self.k_cache.num_kv_heads,
             head_dim=head_dim,
             max_kv_len=self.max_pages * self.k_cache.page_size,
+            adjacent_heads=min(self.k_cache.adjacent_heads, self.v_cache.adjacent_heads),
         )
 
     @property

@@ -29,22 +29,21 @@ from cuattn._plan.codec import QuantizeConfig, codec_config
 from cuattn._plan.decode import (
     DecodeConfig,
     DecodePlan,
-    DecodeTile,
     choose_splits,
     config_of,
     decode_config,
     decode_plan,
-    decode_tiles,
 )
 from cuattn._plan.merge import MergeConfig, merge_config, merge_configs
+from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem
 
 __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
     "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype",
     "KvFormat", "MergeConfig", "Parts", "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div",
-    "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles", "merge_config",
-    "shipped_configs",
+    "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles", "heads_tiles",
+    "merge_config", "shipped_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
@@ -56,6 +55,10 @@ def shipped_configs(device: Device) -> list[Config]:
     for dtype in (Dtype.FP16, Dtype.BF16):
         for formats in product(KvFormat, KvFormat):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
+            configs += [
+                config_of(dtype, *formats, head_dim, 1, device, tile_heads=heads)
+                for head_dim, heads in heads_tiles(device, *formats)
+            ]
     configs += [c for head_dim in HEAD_DIMS for dtype in Dtype for c in merge_configs(head_dim, dtype)]
     for dtype, head_dim, encode, with_mean in product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True)):
         configs.append(codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean))

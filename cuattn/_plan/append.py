@@ -44,8 +44,8 @@ class AppendConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: the encoder's two tables of cells, of 8 bytes each."""
-        return 2 * _tbq4.NUM_CELLS * 8 if self.encodes else 0
+        """Dynamic shared memory: the encoder's table of cells, of 8 bytes each."""
+        return _tbq4.NUM_CELLS * 8 if self.encodes else 0
 
     def grid(self, num_rows: int, device: Device) -> tuple[int, int, int]:
         """CTAs of a launch over `num_rows` rows of K and as many of V: what the device holds at once, or fewer."""

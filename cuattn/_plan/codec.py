@@ -33,17 +33,15 @@ class QuantizeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: 256 entries of 8 bytes, and for every 16 values of a block its signs and operands.
+        """Dynamic shared memory: entries of 8 bytes, and for every 16 values of a block its signs and operands.
 
-        The entries of the encoder are two tables of cells, those of the decoder two levels for each byte. Signs of
-        results, and signs of 16-bit elements that are operands themselves, are for each of four lanes, operands for
-        each of 32. Each warp of the encoder has a stage for its next 16 blocks, which begins with a line of 128 bytes.
+        The entries of the encoder are cells, those of the decoder two levels for each byte. Signs of results are for
+        each of four lanes, operands for each of 32. Each warp of the encoder has a stage for its next 16 blocks, which
+        begins with a line of 128 bytes.
         """
-        is_operand = self.encode and self.dtype is not Dtype.FP32 and not self.with_mean
-        first = self.block // 32 * 4 if is_operand else self.block // 16 * WARP
-        flipped = 4 if self.encode else 0
         stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
-        tables = 256 * 8 + 16 * (self.block // 16 * 4 + flipped + first)
+        entries = _tbq4.NUM_CELLS if self.encode else 256
+        tables = 8 * entries + 16 * (self.block // 16 * (4 + WARP))
         return (align(tables, 128) if self.encode else tables) + stages
 
     @property
@@ -91,8 +89,7 @@ def encoder_constants(block: int) -> dict[str, object]:
     return {
         "MIN_SQUARE": _tbq4.min_square(),
         "CELLS_PER_UNIT": float(_tbq4.cells_per_unit(block)),
-        "CELL_OFFSETS_UP": tuple(map(float, offsets[0])),
-        "CELL_OFFSETS_DOWN": tuple(map(float, offsets[1])),
+        "CELL_OFFSETS": tuple(map(float, offsets)),
         "CELL_CODES": tuple(map(int, codes)),
         "SQUARE_TERMS": _tbq4.square_terms(block),
     }

@@ -11,6 +11,7 @@ from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
+from cuattn._plan.tiles import decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
 # Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168.
@@ -49,6 +50,8 @@ class DecodeConfig:
     table_stride : int
         Bytes between entries of the table of levels of TBQ4: 128, or 256, with half of them unused and one instruction
         less for each look-up. 0 without TBQ4.
+    tile_heads : int
+        KV heads whose rows stand side by side in a tile and share the query rows; more than one with TBQ4 only.
     ctas_per_sm : int
         CTAs that must fit on an SM together; bounds the registers.
     """
@@ -62,6 +65,7 @@ class DecodeConfig:
     num_stages: int
     num_warps: int
     table_stride: int = 0
+    tile_heads: int = 1
     ctas_per_sm: int = 1
 
     kernel = "decode"
@@ -69,12 +73,18 @@ class DecodeConfig:
     def describe(self) -> str:
         """One line for people."""
         formats = f"{self.k_format.value} keys, {self.v_format.value} values"
-        return f"{self.dtype.value}, {formats}, head_dim {self.head_dim}, {self.rows} query rows"
+        heads = f" of {self.tile_heads} KV heads" if self.tile_heads > 1 else ""
+        return f"{self.dtype.value}, {formats}, head_dim {self.head_dim}, {self.rows} query rows{heads}"
 
     @property
     def rows(self) -> int:
         """Query rows of a CTA."""
         return 8 * self.row_tiles
+
+    @property
+    def head_rows(self) -> int:
+        """Query rows of each KV head of a CTA."""
+        return self.rows // self.tile_heads
 
     @property
     def uses_tbq4(self) -> bool:
@@ -84,7 +94,7 @@ class DecodeConfig:
     def slot_bytes(self, kv_format: KvFormat) -> int:
         """Bytes of one slot of the ring: a tile of rows, then their norms."""
         row = row_bytes(kv_format, self.dtype, self.head_dim) + norm_bytes(kv_format, self.head_dim)
-        return align(self.tile_kv * row, 128)
+        return align(self.tile_kv * self.tile_heads * row, 128)
 
     @property
     def keys_per_step(self) -> int:
@@ -100,10 +110,11 @@ class DecodeConfig:
     def q_in_registers(self) -> bool:
         """Whether Q's fragments stay in registers.
 
-        Accumulators take head_dim / 4 a row tile and Q head_dim / 8; the rest is for scores, fragments and addresses.
+        Accumulators take head_dim / 4 a row tile and Q head_dim / 8 for each head of the tile; the rest is for scores,
+        fragments and addresses.
         """
         limit = _Q_REGISTER_LIMIT if self.num_warps <= _WARPS_OF_255_REGISTERS else _Q_REGISTER_LIMIT // 2
-        return self.row_tiles * (self.head_dim // 4 + self.head_dim // 8) <= limit
+        return self.row_tiles * (self.head_dim // 4 + self.tile_heads * self.head_dim // 8) <= limit
 
     @property
     def smem_bytes(self) -> int:
@@ -146,6 +157,7 @@ class DecodeConfig:
             "V_FORMAT": self.v_format,
             "HEAD_DIM": self.head_dim,
             "ROW_TILES": self.row_tiles,
+            "TILE_HEADS": self.tile_heads,
             "TILE_KV": self.tile_kv,
             "NUM_STAGES": self.num_stages,
             "NUM_WARPS": self.num_warps,
@@ -173,123 +185,23 @@ class DecodeConfig:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTile:
-    """A row of the tile tables; see `DecodeConfig`."""
-
-    tile_kv: int
-    num_stages: int
-    num_warps: int
-    table_stride: int = 0
-
-
-# By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
-# registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
-# 16 keys only. Measured on an H200 at head_dim 128 and 256 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json):
-# 64 KB in flight, that is (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not;
-# so rings of about 96 KB, for the other head_dims by analogy.
-_DECODE_LARGE = {
-    (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
-    (64, 2): DecodeTile(32, 6, 4),
-    (64, 4): DecodeTile(16, 8, 4),
-    (96, 1): DecodeTile(32, 4, 4),
-    (96, 2): DecodeTile(32, 4, 4),
-    (96, 4): DecodeTile(16, 6, 4),
-    (128, 1): DecodeTile(32, 3, 4),
-    (128, 2): DecodeTile(32, 3, 4),
-    (128, 4): DecodeTile(16, 6, 4),
-    (192, 1): DecodeTile(16, 4, 4),
-    (192, 2): DecodeTile(16, 4, 4),
-    (256, 1): DecodeTile(16, 3, 4),
-    (256, 2): DecodeTile(16, 3, 4),
-    (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
-}
-# GPUs with 99 KB a block (sm_86, sm_89, sm_120): a ring of up to 64 KB, or the accumulators in its place.
-_DECODE_SMALL = {
-    (64, 1): DecodeTile(32, 4, 4),
-    (64, 2): DecodeTile(32, 4, 4),
-    (64, 4): DecodeTile(16, 8, 4),
-    (96, 1): DecodeTile(32, 2, 4),
-    (96, 2): DecodeTile(32, 2, 4),
-    (96, 4): DecodeTile(16, 4, 4),
-    (128, 1): DecodeTile(32, 2, 4),
-    (128, 2): DecodeTile(32, 2, 4),
-    (128, 4): DecodeTile(16, 4, 4),
-    (192, 1): DecodeTile(16, 2, 4),
-    (192, 2): DecodeTile(16, 2, 4),
-    (256, 1): DecodeTile(16, 2, 4),
-    (256, 2): DecodeTile(16, 2, 4),
-    (512, 1): DecodeTile(16, 2, 2),
-}
-# TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little. Decoding takes registers as well:
-# with more than 64 for accumulators a thread would spill, but at head_dim 64 and 512. Measured for one row tile at
-# head_dim 128 and 256 on an H200 (docs/decode.md); the others are by analogy.
-_TBQ4_LARGE = {
-    (64, 1): DecodeTile(32, 6, 12, 256),
-    (64, 2): DecodeTile(32, 6, 8, 256),
-    (64, 4): DecodeTile(16, 8, 8, 256),
-    (128, 1): DecodeTile(32, 4, 12, 256),
-    (128, 2): DecodeTile(32, 4, 8, 256),
-    (256, 1): DecodeTile(32, 4, 8, 256),
-    (512, 1): DecodeTile(16, 4, 4, 256),
-}
-_TBQ4_SMALL = {
-    (64, 1): DecodeTile(32, 6, 4, 128),
-    (64, 2): DecodeTile(32, 6, 4, 128),
-    (64, 4): DecodeTile(16, 8, 4, 128),
-    (128, 1): DecodeTile(32, 6, 4, 128),
-    (128, 2): DecodeTile(32, 6, 4, 128),
-    (256, 1): DecodeTile(16, 6, 4, 128),
-    (512, 1): DecodeTile(16, 4, 2, 128),
-}
-# One of K and V in TBQ4, the other in 16 bits: a pair of tiles is 2.5 times as large.
-_MIXED_LARGE = {
-    (64, 1): DecodeTile(32, 4, 8, 256),
-    (64, 2): DecodeTile(32, 4, 8, 256),
-    (64, 4): DecodeTile(16, 4, 8, 256),
-    (128, 1): DecodeTile(16, 4, 8, 256),
-    (128, 2): DecodeTile(16, 4, 8, 256),
-    (256, 1): DecodeTile(16, 4, 4, 256),
-    (256, 2): DecodeTile(16, 4, 4, 256),
-    (512, 1): DecodeTile(16, 4, 2, 256),
-}
-_MIXED_SMALL = {
-    (64, 1): DecodeTile(16, 6, 4, 128),
-    (64, 2): DecodeTile(16, 6, 4, 128),
-    (64, 4): DecodeTile(16, 6, 4, 128),
-    (128, 1): DecodeTile(16, 4, 4, 128),
-    (128, 2): DecodeTile(16, 4, 4, 128),
-    (256, 1): DecodeTile(16, 4, 2, 128),
-    (256, 2): DecodeTile(16, 4, 2, 128),
-    (512, 1): DecodeTile(16, 4, 1, 128),
-}
-_LARGE_SMEM = 160 * KIB
-# A table of 64 KB at a multiple of 64 KB, and rings on both sides of it.
-_LARGE_SMEM_TBQ4 = 200 * KIB
-
-
-def decode_tiles(
-    device: Device, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
-) -> dict[tuple[int, int], DecodeTile]:
-    """Tile table of a device and of formats, by (head_dim, row_tiles)."""
-    if KvFormat.TBQ4 in (k_format, v_format):
-        large = device.smem_per_block >= _LARGE_SMEM_TBQ4
-    else:
-        large = device.smem_per_block >= _LARGE_SMEM
-    if k_format is not v_format:
-        return _MIXED_LARGE if large else _MIXED_SMALL
-    if k_format is KvFormat.TBQ4:
-        return _TBQ4_LARGE if large else _TBQ4_SMALL
-    return _DECODE_LARGE if large else _DECODE_SMALL
-
-
 def config_of(  # noqa: PLR0917  the axes of the tables, in their order
-    dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, row_tiles: int, device: Device
+    dtype: Dtype,
+    k_format: KvFormat,
+    v_format: KvFormat,
+    head_dim: int,
+    row_tiles: int,
+    device: Device,
+    *,
+    tile_heads: int = 1,
 ) -> DecodeConfig:
     """Config of a row of a tile table."""
-    t = decode_tiles(device, k_format, v_format)[head_dim, row_tiles]
+    if tile_heads > 1:
+        t = heads_tiles(device, k_format, v_format)[head_dim, tile_heads]
+    else:
+        t = decode_tiles(device, k_format, v_format)[head_dim, row_tiles]
     config = DecodeConfig(
-        dtype, k_format, v_format, head_dim, row_tiles, t.tile_kv, t.num_stages, t.num_warps, t.table_stride
+        dtype, k_format, v_format, head_dim, row_tiles, t.tile_kv, t.num_stages, t.num_warps, t.table_stride, tile_heads
     )
     # A thread may have 255 registers, allocated as 256.
     by_registers = REGISTERS_PER_SM // (256 * config.num_warps * WARP)
@@ -297,13 +209,20 @@ def config_of(  # noqa: PLR0917  the axes of the tables, in their order
     return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
 
 
-def decode_config(  # noqa: PLR0917  as above
-    dtype: Dtype, k_format: KvFormat, v_format: KvFormat, head_dim: int, rows: int, device: Device
-) -> DecodeConfig:
-    """Config for `rows` query rows per KV head: the fewest row tiles that hold them, else the most there are."""
-    choices = sorted(n for dim, n in decode_tiles(device, k_format, v_format) if dim == head_dim)
-    row_tiles = next((n for n in choices if 8 * n >= rows), choices[-1])
-    return config_of(dtype, k_format, v_format, head_dim, row_tiles, device)
+def decode_config(problem: DecodeProblem, device: Device) -> DecodeConfig:
+    """Config for a problem: the most KV heads a tile that share eight query rows, else the fewest row tiles.
+
+    Where no number of row tiles holds the query rows of a KV head it is the most there are.
+    """
+    formats, head_dim = (problem.k_format, problem.v_format), problem.head_dim
+    together = [
+        n
+        for dim, n in heads_tiles(device, *formats)
+        if dim == head_dim and n * problem.rows <= 8 and problem.adjacent_heads % n == 0  # noqa: PLR2004  a row tile
+    ]
+    choices = sorted(n for dim, n in decode_tiles(device, *formats) if dim == head_dim)
+    row_tiles = next((n for n in choices if 8 * n >= problem.rows), choices[-1])
+    return config_of(problem.dtype, *formats, head_dim, row_tiles, device, tile_heads=max(together, default=1))
 
 
 @dataclass(frozen=True)
@@ -329,13 +248,14 @@ class DecodePlan:
 
     @property
     def row_blocks(self) -> int:
-        """CTAs over the query rows of one KV head."""
-        return ceil_div(self.problem.rows, self.config.rows)
+        """CTAs over the query rows of one KV head, or of the heads of a tile."""
+        return ceil_div(self.problem.rows, self.config.head_rows)
 
     @cached_property
     def grid(self) -> tuple[int, int, int]:
         """Blocks of decode.cu."""
-        return (self.num_splits * self.row_blocks, self.problem.num_kv_heads, self.problem.batch)
+        heads = self.problem.num_kv_heads // self.config.tile_heads
+        return (heads, self.num_splits * self.row_blocks, self.problem.batch)
 
     @cached_property
     def block(self) -> tuple[int, int, int]:
@@ -375,6 +295,7 @@ class DecodePlan:
         ]
         caches = f", K {p.k_format.value}, V {p.v_format.value}" if c.uses_tbq4 else ""
         lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}{caches}, up to {p.max_kv_len} keys"
+        lines[2] += f"{c.tile_heads} KV heads a tile, " if c.tile_heads > 1 else ""
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
         return "\n".join(lines)
 
@@ -382,10 +303,10 @@ class DecodePlan:
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> tuple[int, str]:
     """Choose the number of splits and say why.
 
-    The fewest splits that keep the SMs within 5 % as busy as the best choice does, counting one CTA an SM: that is
-    enough to reach the bandwidth (measured on an H200: 16 splits of 8 KV heads beat 29, 33 and 66), and every further
-    split costs workspace traffic and merging. A split has at least two steps a warp, so that the pipeline fills. With
-    TBQ4, whose steps take longer, one step a warp is enough, and there are as many splits as run in the same rounds.
+    As many as run at once, of those that keep the SMs within 5 % as busy as the best number does: measured on an H200,
+    two resident CTAs an SM read faster than one (docs/decode.md). Where sequences and heads are more than run at once,
+    the fewest. A split has at least two steps a warp, so that the pipeline fills; with TBQ4, whose steps take longer,
+    one step.
 
     Parameters
     ----------
@@ -396,23 +317,22 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     num_splits : int
     reason : str
     """
-    ctas = problem.batch * problem.num_kv_heads * ceil_div(problem.rows, config.rows)
+    ctas = problem.batch * problem.num_kv_heads // config.tile_heads * ceil_div(problem.rows, config.head_rows)
     steps = 1 if config.uses_tbq4 else 2
     longest = min(MAX_SPLITS, problem.max_kv_len // (steps * config.min_split))
     if longest <= 1 or ctas == 0:
         return 1, f"{problem.max_kv_len} keys are too few to cut"
-    limit = min(longest, ceil_div(2 * device.num_sms, ctas))
+    at_once = config.ctas_per_sm * device.num_sms
+    limit = min(longest, ceil_div(max(at_once, 2 * device.num_sms), ctas))
 
     def busy(splits: int) -> float:
         return splits * ctas / align(splits * ctas, device.num_sms)
 
     best = max(busy(s) for s in range(1, limit + 1))
-    splits = next(s for s in range(1, limit + 1) if busy(s) >= 0.95 * best)
+    choices = [s for s in range(1, limit + 1) if busy(s) >= 0.95 * best]
+    splits = max((s for s in choices if s * ctas <= at_once), default=choices[0])
     rounds = ceil_div(splits * ctas, device.num_sms)
-    if config.uses_tbq4:
-        # The SMs are the bound rather than memory (docs/decode.md): the last few percent of them count.
-        splits = max(splits, min(limit, rounds * device.num_sms // ctas))
-    return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy over {rounds} a SM"
+    return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy, {rounds} on an SM"
 
 
 @lru_cache(maxsize=1024)
@@ -435,7 +355,7 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     ValueError
         If the device has too little shared memory.
     """
-    config = decode_config(problem.dtype, problem.k_format, problem.v_format, problem.head_dim, problem.rows, device)
+    config = decode_config(problem, device)
     if config.smem_bytes > device.smem_per_block:
         raise ValueError(
             f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "

@@ -21,70 +21,91 @@ constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127
 template <class K, class V>
 constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
 
-// Norms of one row, from their plane into registers, from there to a slot, and from a slot. An infinite norm becomes
-// NaN on its way to a slot: so is infinity times levels of both signs, while infinity times their sum may hide a key,
-// and an infinite weight leaves no range to the others.
+// Norms of one row on their way from their plane to a slot. An infinite norm becomes NaN there: so is infinity times
+// levels of both signs, while infinity times their sum may hide a key, and an infinite weight leaves no range to the
+// others.
 template <int N>
 struct RowNorms;
 template <>
+struct RowNorms<0> {};
+template <>
 struct RowNorms<1> {
-  u32 bits;
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {ptx::ld_global_u16(p)}; }
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u16*>(p)}; }
-  __device__ __forceinline__ void write(u8* p) const {
-    *reinterpret_cast<u16*>(p) = static_cast<u16>(ptx::nan_if_infinite(bits));
-  }
-  __device__ __forceinline__ float get(int) const { return ptx::to_float(Half{static_cast<u16>(bits)}); }
+  u32 bits[1];
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {{ptx::ld_global_u16(p)}}; }
 };
 template <>
 struct RowNorms<2> {
-  u32 bits;
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const u32*>(p)}; }
-  __device__ __forceinline__ void write(u8* p) const { *reinterpret_cast<u32*>(p) = ptx::nan_if_infinite(bits); }
-  __device__ __forceinline__ float get(int part) const {
-    return ptx::to_float(Half{static_cast<u16>(bits >> (16 * part))});
-  }
+  u32 bits[1];
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {{*reinterpret_cast<const u32*>(p)}}; }
 };
 template <>
 struct RowNorms<4> {
-  uint2 bits;
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return read(p); }
-  static __device__ __forceinline__ RowNorms read(const u8* p) { return {*reinterpret_cast<const uint2*>(p)}; }
-  __device__ __forceinline__ void write(u8* p) const {
-    *reinterpret_cast<uint2*>(p) = make_uint2(ptx::nan_if_infinite(bits.x), ptx::nan_if_infinite(bits.y));
+  u32 bits[2];
+  static __device__ __forceinline__ RowNorms fetch(const u8* p) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    return {{v.x, v.y}};
   }
-  __device__ __forceinline__ float get(int part) const {
-    return ptx::to_float(Half{static_cast<u16>((part < 2 ? bits.x : bits.y) >> (16 * (part % 2)))});
-  }
-};
-template <>
-struct RowNorms<0> {
-  __device__ __forceinline__ float get(int) const { return 1.f; }
 };
 
-// Norms of the rows of a tile whose scores a lane has: operand rows g and g + 8 of every 16.
+// Norms in a slot: those of each KV head behind those of the one before, rows in the order of row % 8, then of row / 8.
+// So those of the rows whose scores a lane has, operand rows g and g + 8 of every 16, lie together.
 template <class Kv>
 struct TileNorms {
-  RowNorms<Kv::NORMS> rows[cfg::TILE_KV / 16][2];
+  static constexpr int OF_ROW = Kv::NORMS / cfg::TILE_HEADS;  // in one head
+  static constexpr int ROWS = cfg::TILE_KV / 8;
+  static constexpr int WORDS = (ROWS * OF_ROW + 1) / 2;
+  static constexpr int HEAD_BYTES = cfg::TILE_KV * 2 * OF_ROW;
+  u32 words[WORDS > 0 ? WORDS : 1];
+
+  static __device__ __forceinline__ u32 place_of_row(int row) {
+    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + (row % 8 * ROWS + row / 8) * 2 * OF_ROW);
+  }
+  // Of this lane's first row, in the head of its columns.
+  static __device__ __forceinline__ u32 place(int lane) {
+    return place_of_row(tile_row(lane / 4)) + static_cast<u32>(lane % 4 * cfg::TILE_HEADS / 4 * HEAD_BYTES);
+  }
+  static __device__ __forceinline__ void write(u8* place, const RowNorms<Kv::NORMS>& norms) {
+    if constexpr (OF_ROW == 4) {
+      *reinterpret_cast<uint2*>(place) =
+          make_uint2(ptx::nan_if_infinite(norms.bits[0]), ptx::nan_if_infinite(norms.bits[1]));
+    } else if constexpr (OF_ROW == 2) {
+      *reinterpret_cast<u32*>(place) = ptx::nan_if_infinite(norms.bits[0]);
+    } else {
+#pragma unroll
+      for (int head = 0; head < cfg::TILE_HEADS; ++head) {
+        const u32 pair = ptx::nan_if_infinite(norms.bits[head / 2]);
+        *reinterpret_cast<u16*>(place + head * HEAD_BYTES) = static_cast<u16>(pair >> head % 2 * 16);
+      }
+    }
+  }
 
   // `first` is what place() gives.
   __device__ __forceinline__ TileNorms(const u8* tile, u32 first) {
     if constexpr (Kv::NORMS > 0) {
-      const u8* norms = tile + first;
+      constexpr int AT_ONCE = WORDS % 4 == 0 ? 4 : WORDS;
+      struct alignas(4 * AT_ONCE) Vector {
+        u32 words[AT_ONCE];
+      };
 #pragma unroll
-      for (int i = 0; i < cfg::TILE_KV / 8; ++i) {
-        rows[i / 2][i % 2] = RowNorms<Kv::NORMS>::read(norms + i * 8 * 2 * Kv::NORMS);
+      for (int i = 0; i < WORDS; i += AT_ONCE) {
+        const Vector v = *reinterpret_cast<const Vector*>(tile + first + 4 * i);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) words[i + j] = v.words[j];
       }
     }
   }
-  // Where in a slot the norms of this lane's first row are.
-  static __device__ __forceinline__ u32 place(int lane) {
-    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + tile_row(lane / 4) * 2 * Kv::NORMS);
+  // Of operand row g + 8 * half of 16 rows `block`.
+  __device__ __forceinline__ float get(int block, int half, int part) const {
+    if constexpr (Kv::NORMS == 0) {
+      return 1.f;
+    } else {
+      const int i = (2 * block + half) * OF_ROW + part;
+      return ptx::to_float(Half{static_cast<u16>(words[i / 2] >> (16 * (i % 2)))});
+    }
   }
 };
 
-// The rows of K (`IS_K`) or of V of this CTA's KV head: where they lie in global memory, and the norms of the tile
+// The rows of K (`IS_K`) or of V of this CTA's KV heads: where they lie in global memory, and the norms of the tile
 // before, which wait in registers for this one. Addresses are made from the parameters where they are needed: few are,
 // and a thread has no registers to spare.
 template <class Kv, bool IS_K>
@@ -111,17 +132,18 @@ struct Stream {
     return static_cast<u32>(Kv::offset(lane / Kv::CHUNKS, lane % Kv::CHUNKS));
   }
   static __device__ __forceinline__ u32 place_of_norms(int lane) {
-    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + lane * 2 * Kv::NORMS);
+    return TileNorms<Kv>::place_of_row(lane % cfg::TILE_KV);
   }
   __device__ __forceinline__ i64 token() const { return IS_K ? p.k_stride_token : p.v_stride_token; }
   __device__ __forceinline__ i64 norms_token() const { return IS_K ? p.k_norms_stride_token : p.v_norms_stride_token; }
   // Row, and its norms, in token `slot` of page `page`.
   __device__ __forceinline__ const u8* row(int page, int slot) const {
-    return (IS_K ? p.k : p.v) + blockIdx.y * (IS_K ? p.k_stride_head : p.v_stride_head) +
+    return (IS_K ? p.k : p.v) + blockIdx.x * cfg::TILE_HEADS * (IS_K ? p.k_stride_head : p.v_stride_head) +
            page * (IS_K ? p.k_stride_page : p.v_stride_page) + slot * token();
   }
   __device__ __forceinline__ const u8* norms(int page, int slot) const {
-    return (IS_K ? p.k_norms : p.v_norms) + blockIdx.y * (IS_K ? p.k_norms_stride_head : p.v_norms_stride_head) +
+    return (IS_K ? p.k_norms : p.v_norms) +
+           blockIdx.x * cfg::TILE_HEADS * (IS_K ? p.k_norms_stride_head : p.v_norms_stride_head) +
            page * (IS_K ? p.k_norms_stride_page : p.v_norms_stride_page) + slot * norms_token();
   }
 
@@ -176,7 +198,7 @@ struct Stream {
   // latency.
   __device__ __forceinline__ void store_norms(u8* slot, int lane) const {
     if constexpr (Kv::NORMS > 0) {
-      if (lane < cfg::TILE_KV) waiting.write(slot + norms_place);
+      if (lane < cfg::TILE_KV) TileNorms<Kv>::write(slot + norms_place, waiting);
     }
   }
   __device__ __forceinline__ void load_norms(const u8* address, bool valid) {

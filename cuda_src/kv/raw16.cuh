@@ -57,10 +57,9 @@ struct Raw16 : Tile16<HEAD_DIM> {
   }
 
   // Copies `rows` rows of Q to a shared tile; source(row) is the address of a row, null for zeros.
-  template <class Source>
-  static __device__ __forceinline__ void store_queries(u8* tile, float* /*scale*/, float* /*bias*/,
-                                                       const float* /*mean*/, int rows, Source source,
-                                                       QueryPart /*part*/) {
+  template <class Mean, class Source>
+  static __device__ __forceinline__ void store_queries(u8* tile, float* /*scale*/, float* /*bias*/, Mean /*mean_of*/,
+                                                       int rows, Source source, QueryPart /*part*/) {
     for (int index = threadIdx.x; index < rows * Tile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
       const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
       const u8* address = source(row);

@@ -214,9 +214,10 @@ struct Rows {
   }
 
   // Rotates `rows` rows of Q and stores them as fp16 in a shared tile, scaled by a power of two, so that neither large
-  // nor small ones leave fp16's range. scale[row] undoes the scaling in the scores; bias[row] is q . mean.
-  template <class Source>
-  static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, const float* mean, int rows,
+  // nor small ones leave fp16's range. scale[row] undoes the scaling in the scores; bias[row] is q . mean_of(row), zero
+  // where that is null.
+  template <class Mean, class Source>
+  static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, Mean mean_of, int rows,
                                                        Source source, QueryPart query) {
     const int lane = threadIdx.x % WARP;
     const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);
@@ -224,6 +225,7 @@ struct Rows {
     for (int row = threadIdx.x / WARP; row < rows; row += cfg::NUM_WARPS) {
       float x[PARTS][4];
       float dot = 0.f, largest = 0.f;
+      const float* mean = mean_of(row);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
 #pragma unroll

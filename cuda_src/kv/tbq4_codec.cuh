@@ -20,28 +20,22 @@ namespace tbq4 {
 constexpr int NUM_CELLS = sizeof(cfg::CELL_CODES) / sizeof(u32);
 static_assert((NUM_CELLS & (NUM_CELLS - 1)) == 0, "a mask keeps the index of a cell inside of the table");
 
-// Two tables in shared memory, the first aligned to its size. x: minus the boundary in the cell, as float bits, y: the
-// code of values that are not below it. The 16 cells around 0, where most values lie, are in different banks.
-//
-// The first table gives a value on a boundary the code above, so that +0 and -0 have code 8: the rule. With the second
-// it has the code below. The code of u is 15 minus the one that -u has there: signs that the format asks for behind H
-// need no multiplication.
+// A table in shared memory, aligned to its size. x: minus the boundary in the cell, as float bits, y: the code of
+// values that are not below it. The 16 cells around 0, where most values lie, are in different banks. A value on a
+// boundary has the code above, so that +0 and -0 have code 8: the rule.
 struct Cells {
-  uint2 up[NUM_CELLS], down[NUM_CELLS];
+  uint2 cells[NUM_CELLS];
 
   __device__ __forceinline__ void fill(u32 thread, u32 threads) {
     for (u32 i = thread; i < NUM_CELLS; i += threads) {
-      up[i] = make_uint2(__float_as_uint(cfg::CELL_OFFSETS_UP[i]), cfg::CELL_CODES[i]);
-      down[i] = make_uint2(__float_as_uint(cfg::CELL_OFFSETS_DOWN[i]), cfg::CELL_CODES[i]);
+      cells[i] = make_uint2(__float_as_uint(cfg::CELL_OFFSETS[i]), cfg::CELL_CODES[i]);
     }
   }
 };
 
-static_assert(sizeof(Cells) == 2 * sizeof(uint2) * NUM_CELLS, "an offset in a table is added by `or`");
-
-// Codes of eight values u[j] * scale, element j in bits 4j .. 4j + 3, each by a table at this address. NaN has any
-// code.
-__device__ __forceinline__ u32 eight_codes(const float (&u)[8], float scale, const u32 (&tables)[8]) {
+// Codes of eight values u[j] * signs[j] * scale, element j in bits 4j .. 4j + 3, by a table at this address. NaN has
+// any code.
+__device__ __forceinline__ u32 eight_codes(const float (&u)[8], const float (&signs)[8], float scale, u32 table) {
   constexpr u32 CELL_BYTES = sizeof(uint2);
   // An ulp of 2^20 .. 2^21 is 1/8, so that the low bits of the sum are the byte offset of a cell and three bits of the
   // place in it. Cell NUM_CELLS / 2 has 0 in its middle.
@@ -50,10 +44,11 @@ __device__ __forceinline__ u32 eight_codes(const float (&u)[8], float scale, con
   u32 codes = 0;
 #pragma unroll
   for (int j = 7; j >= 0; --j) {
-    const u32 offset = __float_as_uint(fmaf(u[j], cells_per_u, ORIGIN)) & (NUM_CELLS - 1) * CELL_BYTES;
-    const uint2 cell = ptx::ld_shared_v2(tables[j] | offset);
+    const float value = u[j] * signs[j];
+    const u32 offset = __float_as_uint(fmaf(value, cells_per_u, ORIGIN)) & (NUM_CELLS - 1) * CELL_BYTES;
+    const uint2 cell = ptx::ld_shared_v2(table | offset);
     // One rounding: the sign is exact, and +0 where they are equal, as no offset is -0.
-    const float above = fmaf(u[j], scale, __uint_as_float(cell.x));
+    const float above = fmaf(value, scale, __uint_as_float(cell.x));
     codes = codes * 16 + cell.y + static_cast<u32>(__float_as_int(above) >> 31);  // -1 if below
   }
   return codes;
@@ -134,16 +129,14 @@ __device__ __forceinline__ Norms encode(u32 (&codes)[CODE_BYTES / 4], float (&x)
 #pragma unroll
   for (int j = 0; j < VALUES; ++j) x[j] *= signs.first[j] * inverse;
   hadamard(x, signs);
-  u32 tables[8];
-#pragma unroll
-  for (u32& table : tables) table = ptx::smem_addr(cells.up);
+  const u32 table = ptx::smem_addr(cells.cells);
   const bool is_nan = x[0] != x[0];  // then all of the block are: infinities have met their inverse norm, 0
 #pragma unroll
   for (int word = 0; word < CODE_BYTES / 4; ++word) {
-    float u[8];
+    float u[8], second[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) u[j] = x[word * 8 + j] * signs.second[word * 8 + j];
-    codes[word] = is_nan ? 0xffffffffu : eight_codes(u, 1.f, tables);
+    for (int j = 0; j < 8; ++j) u[j] = x[word * 8 + j], second[j] = signs.second[word * 8 + j];
+    codes[word] = is_nan ? 0xffffffffu : eight_codes(u, second, 1.f, table);
   }
   return {sum, block_sum(squared_length(codes))};
 }

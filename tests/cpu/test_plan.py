@@ -2,11 +2,13 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn import _plan, _tbq4
+from cuattn._cache import Cache
 from cuattn._plan import DEVICES, DecodeProblem, Device, Dtype, KvFormat
 
 BOTH_RAW = (KvFormat.RAW16, KvFormat.RAW16)
@@ -27,6 +29,7 @@ def planned(draw):
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from(_tbq4.HEAD_DIMS if KvFormat.TBQ4 in formats else _plan.HEAD_DIMS)),
         max_kv_len=draw(st.integers(0, 2**20)),
+        adjacent_heads=draw(st.sampled_from([n for n in (1, 2, 4) if num_kv_heads % n == 0])),
     )
     return problem, draw(devices)
 
@@ -39,17 +42,18 @@ def test_a_plan_fits_its_device_and_covers_every_row(case):
     assert config.smem_bytes <= device.smem_per_block
     assert config.ctas_per_sm >= 1
     assert config.ctas_per_sm * (config.smem_bytes + 1024) <= device.smem_per_sm
-    assert plan.row_blocks * config.rows >= problem.rows > (plan.row_blocks - 1) * config.rows
+    assert plan.row_blocks * config.head_rows >= problem.rows > (plan.row_blocks - 1) * config.head_rows
     assert 1 <= plan.num_splits <= _plan.MAX_SPLITS
-    assert plan.grid == (plan.num_splits * plan.row_blocks, problem.num_kv_heads, problem.batch)
+    heads = plan.grid[0] * config.tile_heads
+    assert (heads, *plan.grid[1:]) == (problem.num_kv_heads, plan.num_splits * plan.row_blocks, problem.batch)
+    assert config.tile_heads == 1 or plan.row_blocks == config.row_tiles == 1
     assert config in _plan.shipped_configs(device)
 
 
 @given(planned())
 def test_tiles_of_codes_have_a_table_and_a_ring_that_norms_may_be_late_in(case):
     """What decode.cu asserts of them, for every device."""
-    config = _plan.decode_config(*(getattr(case[0], x) for x in ("dtype", "k_format", "v_format", "head_dim", "rows")),
-                                 case[1])  # fmt: skip
+    config = _plan.decode_config(*case)
     assert (config.table_stride in {128, 256}) == config.uses_tbq4
     if config.uses_tbq4:
         assert config.num_stages >= 4
@@ -107,6 +111,53 @@ def test_a_gpu_with_too_little_shared_memory_is_refused():
     tiny = Device("tiny", "sm_87", 8, 48 * 1024, 64 * 1024)
     with pytest.raises(ValueError, match=r"device must give a block \d+ bytes .* tiny gives 49152"):
         _plan.decode_plan(DecodeProblem(Dtype.BF16, *BOTH_RAW, 1, 1, 8, 2, 128, 65536), tiny)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "adjacent", "together"),
+    [
+        (128, 8, 4, 4, 2), (128, 8, 1, 4, 2), (128, 8, 4, 1, 1), (128, 8, 5, 4, 1), (128, 3, 4, 1, 1),
+        (64, 8, 2, 4, 4), (64, 8, 2, 2, 2), (64, 8, 3, 4, 2), (64, 8, 8, 4, 1), (256, 8, 2, 4, 1),
+    ],
+)  # fmt: skip
+def test_kv_heads_share_a_tile_where_their_query_rows_fit(head_dim, num_kv_heads, group, adjacent, together):
+    formats = (KvFormat.TBQ4, KvFormat.TBQ4)
+    sizes = (1, 1, group * num_kv_heads, num_kv_heads, head_dim, 65536, adjacent)
+    plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, *formats, *sizes), DEVICES["sm_90a"])
+    assert plan.config.tile_heads == together
+    assert plan.grid[0] == num_kv_heads // together
+    assert (f"{together} KV heads a tile" in str(plan)) == (together > 1)
+    mixed = _plan.decode_plan(DecodeProblem(Dtype.BF16, formats[0], KvFormat.RAW16, *sizes), DEVICES["sm_90a"])
+    small = _plan.decode_plan(DecodeProblem(Dtype.BF16, *formats, *sizes), DEVICES["sm_89"])
+    assert mixed.config.tile_heads == small.config.tile_heads == 1
+
+
+def aligned(shape, offset):
+    """Zeros of float16 that begin so many bytes behind a multiple of 16."""
+    memory = np.zeros(2 * int(np.prod(shape)) + 32, np.uint8)
+    start = -memory.ctypes.data % 16 + offset
+    return memory[start : start + 2 * int(np.prod(shape))].view(np.float16).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "offset", "change", "adjacent"),
+    [
+        (8, 0, lambda x: x, 4),
+        (8, 8, lambda x: x, 4),
+        (8, 4, lambda x: x, 2),
+        (8, 2, lambda x: x, 1),
+        (6, 0, lambda x: x, 2),
+        (3, 0, lambda x: x, 1),
+        (4, 0, lambda x: x[:, :, ::-1], 1),
+        (4, 0, lambda x: x.swapaxes(1, 2), 1),
+        (4, 0, lambda x: x[:, ::2], 4),
+    ],
+)
+def test_heads_are_adjacent_if_their_rows_and_norms_are(num_kv_heads, offset, change, adjacent):
+    norms = aligned((2, num_kv_heads, num_kv_heads, 1), offset)
+    codes = np.zeros((*norms.shape[:-1], 64), np.uint8)
+    assert Cache(change(codes), change(norms), kv_format=KvFormat.TBQ4).adjacent_heads == adjacent
+    assert Cache(np.zeros((2, 4, 4, 64), np.float16)).adjacent_heads == 1
 
 
 def test_an_unknown_gpu_is_planned_by_its_numbers():

@@ -19,6 +19,9 @@ DENSE = replace(RAW, seqlen_q=1, page_size=None)
 CODES = replace(RAW, **TBQ4, means=True, sinks=True)
 # Two blocks a row.
 BLOCKS = replace(CODES, head_dim=256)
+# Two KV heads side by side in a tile, each with three of its eight columns and one that is padding; four with two.
+HEADS = replace(CODES, head_dim=128, num_kv_heads=4, seqlen_q=1, group=3, page_size=None)
+FOUR_HEADS = replace(HEADS, head_dim=64, num_kv_heads=8, group=2)
 # Values of norms from 5e-6 to 6e4, in every sequence of another kind.
 NORMS = replace(CODES, values="tiny_v", kv_len=(900, 901, 902), dtype="bfloat16")
 # A sink has some weight.
@@ -132,7 +135,12 @@ FAULTS = {
     "P takes the norm of the row eight further": in_decode(
         CODES, "scale.factor[n][e % 2] * norms[e / 2]", "scale.factor[n][e % 2] * norms[1 - e / 2]"
     ),
-    "every block has the norm of the first": in_common("kv_ring", BLOCKS, "bits >> (16 * part)", "bits >> (0 * part)"),
+    "every block has the norm of the first": in_common(
+        "kv_ring", BLOCKS, "(2 * block + half) * OF_ROW + part;", "(2 * block + half) * OF_ROW;"
+    ),
+    "norms in the order of rows": in_common(
+        "kv_ring", CODES, "(row % 8 * ROWS + row / 8) * 2 * OF_ROW", "row * 2 * OF_ROW"
+    ),
     "the weight of a hidden row is not zeroed": in_decode(
         replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
         spoil=infinite_norm_of_the_newest_value,
@@ -148,14 +156,14 @@ FAULTS = {
     "the scale of a rotated query is not undone": in_decode(CODES, "sm.q_scale[row] * factor_of_all", "factor_of_all"),
     "the mean of K is not in the scores": in_decode(CODES, "bias[n][c]) : x", "0.f) : x"),
     "the mean of K is that of the first head": in_decode(
-        replace(CODES, num_kv_heads=2), "p.k_mean + w.kv_head * cfg::HEAD_DIM", "p.k_mean"
+        replace(CODES, num_kv_heads=2), "p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.k_mean"
     ),
     "the mean of V is not in the output": in_decode(CODES, "x[i][j] += keys *", "x[i][j] += 0.f * keys *"),
     "the mean of V has the weight of the sink too": in_decode(
         SINKS, "x[i][j] += keys *", "x[i][j] += (keys > 0.f ? 1.f : 0.f) *"
     ),
     "the mean of V is that of the first head": in_decode(
-        replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head * cfg::HEAD_DIM", "p.v_mean"
+        replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.v_mean"
     ),
     "O stays in the rotated domain": in_format(
         "tbq4", CODES, "const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
@@ -176,14 +184,40 @@ FAULTS = {
         "tbq4", CODES, "offset_of_byte(tile_row(2 * t + 1)", "offset_of_byte(2 * t + 1"
     ),
     "another order of norms": in_common(
-        "kv_ring", CODES, "+ tile_row(lane / 4) * 2 * Kv::NORMS);", "+ lane / 4 * 2 * Kv::NORMS);"
+        "kv_ring", CODES, "place_of_row(tile_row(lane / 4))", "place_of_row(lane / 4)"
     ),
     "codes of a byte exchanged": in_format(
         "tbq4", CODES, "level | cfg::LEVELS_HALF[upper] << 16", "level << 16 | cfg::LEVELS_HALF[upper]"
     ),
+    # Several KV heads a tile
+    "columns of all heads take part": in_decode(
+        HEADS, "cfg::TILE_HEADS == 1 || lane / 4 / HEAD_ROWS == head ? x : 0", "x"
+    ),
+    "columns of another head take part": in_decode(
+        HEADS, "lane / 4 / HEAD_ROWS == head ? x : 0", "lane / 4 / HEAD_ROWS != head ? x : 0"
+    ),
+    "all columns take the norms of the first head": in_common(
+        "kv_ring", HEADS, "lane % 4 * cfg::TILE_HEADS / 4 * HEAD_BYTES", "0 * HEAD_BYTES"
+    ),
+    "norms of the heads of a tile exchanged": in_common(
+        "kv_ring", HEADS, "pair >> head % 2 * 16", "pair >> (1 - head % 2) * 16"
+    ),
+    "norms of the third and fourth head are those of the first two": in_common(
+        "kv_ring", FOUR_HEADS, "norms.bits[head / 2]", "norms.bits[0]"
+    ),
+    "codes of the first head for all": in_decode(HEADS, "head * KHead::PARTS + part, key_lane", "part, key_lane"),
+    "values of the first head for all": in_decode(HEADS, "head * VHead::PARTS + part, value_lane", "part, value_lane"),
+    "means of the first head of the tile": in_decode(
+        HEADS, "p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.k_mean + w.kv_head * cfg::HEAD_DIM"
+    ),
+    "tiles of other heads": in_common("decode_work", HEADS, "blockIdx.x * cfg::TILE_HEADS;", "blockIdx.x;"),
     # First and newest tokens
-    "first tokens are read from the cache too": in_decode(KEPT, "max(p.first_key, kv_len - p.last_keys)", "0"),
-    "newest tokens are read from the cache too": in_decode(KEPT, "min(p.end_key, kv_len - p.skip_last)", "p.end_key"),
+    "first tokens are read from the cache too": in_common(
+        "decode_work", KEPT, "max(p.first_key, kv_len - p.last_keys)", "0"
+    ),
+    "newest tokens are read from the cache too": in_common(
+        "decode_work", KEPT, "min(p.end_key, kv_len - p.skip_last)", "p.end_key"
+    ),
     "a ring that does not go round": in_common(
         "paging", KEPT, "position < page_size ? position : position % page_size", "position"
     ),

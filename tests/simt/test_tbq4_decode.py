@@ -14,7 +14,7 @@ from simt import product
 from strategies import DTYPES, Problem, with_unused
 from tolerance import assert_call, assert_decode, assert_rows, expected, ulp
 
-from cuattn import Tbq4Array, _plan, reference
+from cuattn import Tbq4Array, _plan, plan_decode, reference
 
 HEAD_DIMS = (64, 128, 256, 512)
 FORMATS = (("tbq4", "tbq4"), ("tbq4", "raw16"), ("raw16", "tbq4"))
@@ -68,6 +68,39 @@ def test_every_head_dim_and_format_obeys_the_error_law(formats: tuple[str, str],
 def test_every_group_obeys_the_error_law(formats: tuple[str, str], group: int) -> None:
     problem = of(formats, kv_len=(0, 1, 97), num_kv_heads=2 if group < 16 else 1, group=group, page_size=16)
     assert_decode(problem, *product.decode(problem, seed=group % 6))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "seqlen_q", "group", "together"),
+    [
+        (64, 4, 1, 1, 4), (64, 8, 1, 2, 4), (64, 4, 2, 1, 4), (64, 2, 1, 3, 2), (64, 6, 2, 2, 2),
+        (128, 2, 1, 1, 2), (128, 4, 1, 3, 2), (128, 6, 1, 4, 2), (128, 2, 2, 2, 2), (128, 2, 4, 1, 2),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("page_size", [None, 5, 32])
+def test_heads_side_by_side_in_a_tile_obey_the_error_law(
+    head_dim: int, num_kv_heads: int, seqlen_q: int, group: int, together: int, page_size: int | None
+) -> None:
+    """Also for masks, sinks and tokens kept in 16 bits, whose launches have a head a tile."""
+    shape = {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "seqlen_q": seqlen_q, "group": group}
+    problem = replace(BOTH, kv_len=(0, 1, 70, 301), page_size=page_size, **shape)
+    assert plan_decode(*problem.arrays(), page_table=problem.options().get("page_table")).config.tile_heads == together
+    assert_decode(problem, *product.decode(problem, seed=1))
+    problem = replace(problem, window=(200, None), sinks=True, num_sink=2, num_recent=5, dtype="bfloat16")
+    assert_decode(problem, *product.decode(problem, num_splits=2, seed=2))
+
+
+@pytest.mark.parametrize("plane", ["codes", "norms"])
+@pytest.mark.parametrize("which", [1, 2])
+def test_heads_that_are_apart_have_tiles_of_their_own(which: int, plane: str) -> None:
+    problem = replace(BOTH, num_kv_heads=4, seqlen_q=1)
+    arrays = list(problem.arrays())
+    cache = arrays[which]
+    arrays[which] = changed(cache, **{plane: getattr(cache, plane).repeat(2, axis=2)[:, :, ::2]})
+    assert plan_decode(*problem.arrays()).config.tile_heads == 2
+    assert plan_decode(*arrays).config.tile_heads == 1
+    out, lse = product.decode_arrays(*arrays)
+    assert_call(tuple(arrays), {}, (out[:, 0], lse[:, 0]))
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 5, 16])

@@ -4,21 +4,20 @@
 //   search, lengths   grid (1), any block     encode   grid (1), block a multiple of 32
 #include "kv/tbq4_codec.cuh"
 
-// u [8 n]; up, down [n]: codes by the two tables.
-extern "C" __global__ void search(const float* u, u32* up, u32* down, int n) {
+// u [8 n]; same, opposite [n]: codes of u and of -u.
+extern "C" __global__ void search(const float* u, u32* same, u32* opposite, int n) {
   tbq4::Cells& cells = *reinterpret_cast<tbq4::Cells*>(ptx::dynamic_smem());
   cells.fill(threadIdx.x, blockDim.x);
   __syncthreads();  // the tables are there
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    float eight[8];
-    u32 tables[2][8];
+    float eight[8], signs[2][8];
     for (int j = 0; j < 8; ++j) {
       eight[j] = u[8 * i + j];
-      tables[0][j] = ptx::smem_addr(cells.up);
-      tables[1][j] = ptx::smem_addr(cells.down);
+      signs[0][j] = 1.f;
+      signs[1][j] = -1.f;
     }
-    up[i] = tbq4::eight_codes(eight, 1.f, tables[0]);
-    down[i] = tbq4::eight_codes(eight, 1.f, tables[1]);
+    same[i] = tbq4::eight_codes(eight, signs[0], 1.f, ptx::smem_addr(cells.cells));
+    opposite[i] = tbq4::eight_codes(eight, signs[1], 1.f, ptx::smem_addr(cells.cells));
   }
 }
 

@@ -1,0 +1,132 @@
+"""The tile tables of `decode.cu`: what was measured, by GPU, formats and head_dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuattn._device import KIB, Device
+from cuattn._kinds import KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """A row of the tile tables; see `DecodeConfig`."""
+
+    tile_kv: int
+    num_stages: int
+    num_warps: int
+    table_stride: int = 0
+
+
+# By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
+# registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
+# 16 keys only. Measured on an H200 at head_dim 128 and 256 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json):
+# 64 KB in flight, that is (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not;
+# so rings of about 96 KB, for the other head_dims by analogy.
+_DECODE_LARGE = {
+    (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
+    (64, 2): DecodeTile(32, 6, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(32, 4, 4),
+    (96, 2): DecodeTile(32, 4, 4),
+    (96, 4): DecodeTile(16, 6, 4),
+    (128, 1): DecodeTile(32, 3, 4),
+    (128, 2): DecodeTile(32, 3, 4),
+    (128, 4): DecodeTile(16, 6, 4),
+    (192, 1): DecodeTile(16, 4, 4),
+    (192, 2): DecodeTile(16, 4, 4),
+    (256, 1): DecodeTile(16, 3, 4),
+    (256, 2): DecodeTile(16, 3, 4),
+    (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
+}
+# GPUs with 99 KB a block (sm_86, sm_89, sm_120): a ring of up to 64 KB, or the accumulators in its place.
+_DECODE_SMALL = {
+    (64, 1): DecodeTile(32, 4, 4),
+    (64, 2): DecodeTile(32, 4, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(32, 2, 4),
+    (96, 2): DecodeTile(32, 2, 4),
+    (96, 4): DecodeTile(16, 4, 4),
+    (128, 1): DecodeTile(32, 2, 4),
+    (128, 2): DecodeTile(32, 2, 4),
+    (128, 4): DecodeTile(16, 4, 4),
+    (192, 1): DecodeTile(16, 2, 4),
+    (192, 2): DecodeTile(16, 2, 4),
+    (256, 1): DecodeTile(16, 2, 4),
+    (256, 2): DecodeTile(16, 2, 4),
+    (512, 1): DecodeTile(16, 2, 2),
+}
+# TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little. Decoding takes registers as well:
+# with more than 64 for accumulators a thread would spill, but at head_dim 64 and 512. Measured for one row tile at
+# head_dim 128 and 256 on an H200 (docs/decode.md); the others are by analogy.
+_TBQ4_LARGE = {
+    (64, 1): DecodeTile(32, 6, 12, 256),
+    (64, 2): DecodeTile(32, 6, 8, 256),
+    (64, 4): DecodeTile(16, 8, 8, 256),
+    (128, 1): DecodeTile(32, 4, 12, 256),
+    (128, 2): DecodeTile(32, 4, 8, 256),
+    (256, 1): DecodeTile(32, 4, 8, 256),
+    (512, 1): DecodeTile(16, 4, 4, 256),
+}
+_TBQ4_SMALL = {
+    (64, 1): DecodeTile(32, 6, 4, 128),
+    (64, 2): DecodeTile(32, 6, 4, 128),
+    (64, 4): DecodeTile(16, 8, 4, 128),
+    (128, 1): DecodeTile(32, 6, 4, 128),
+    (128, 2): DecodeTile(32, 6, 4, 128),
+    (256, 1): DecodeTile(16, 6, 4, 128),
+    (512, 1): DecodeTile(16, 4, 2, 128),
+}
+# One of K and V in TBQ4, the other in 16 bits: a pair of tiles is 2.5 times as large.
+_MIXED_LARGE = {
+    (64, 1): DecodeTile(32, 4, 8, 256),
+    (64, 2): DecodeTile(32, 4, 8, 256),
+    (64, 4): DecodeTile(16, 4, 8, 256),
+    (128, 1): DecodeTile(16, 4, 8, 256),
+    (128, 2): DecodeTile(16, 4, 8, 256),
+    (256, 1): DecodeTile(16, 4, 4, 256),
+    (256, 2): DecodeTile(16, 4, 4, 256),
+    (512, 1): DecodeTile(16, 4, 2, 256),
+}
+_MIXED_SMALL = {
+    (64, 1): DecodeTile(16, 6, 4, 128),
+    (64, 2): DecodeTile(16, 6, 4, 128),
+    (64, 4): DecodeTile(16, 6, 4, 128),
+    (128, 1): DecodeTile(16, 4, 4, 128),
+    (128, 2): DecodeTile(16, 4, 4, 128),
+    (256, 1): DecodeTile(16, 4, 2, 128),
+    (256, 2): DecodeTile(16, 4, 2, 128),
+    (512, 1): DecodeTile(16, 4, 1, 128),
+}
+# TBQ4 for K and V, one row tile, by (head_dim, tile_heads). With short rows, or few query rows a head, several KV heads
+# stand side by side in a tile: rows of 128 bytes instead of 64 or 32, and no column of an mma for padding. Measured at
+# head_dim 128; 64 by analogy.
+_TBQ4_HEADS_LARGE = {
+    (64, 2): DecodeTile(32, 4, 12, 256),
+    (64, 4): DecodeTile(32, 4, 8, 256),
+    (128, 2): DecodeTile(32, 4, 8, 256),
+}
+_LARGE_SMEM = 160 * KIB
+# A table of 64 KB at a multiple of 64 KB, and rings on both sides of it.
+_LARGE_SMEM_TBQ4 = 200 * KIB
+
+
+def decode_tiles(
+    device: Device, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
+) -> dict[tuple[int, int], DecodeTile]:
+    """Tile table of a device and of formats, by (head_dim, row_tiles)."""
+    if KvFormat.TBQ4 in (k_format, v_format):
+        large = device.smem_per_block >= _LARGE_SMEM_TBQ4
+    else:
+        large = device.smem_per_block >= _LARGE_SMEM
+    if k_format is not v_format:
+        return _MIXED_LARGE if large else _MIXED_SMALL
+    if k_format is KvFormat.TBQ4:
+        return _TBQ4_LARGE if large else _TBQ4_SMALL
+    return _DECODE_LARGE if large else _DECODE_SMALL
+
+
+def heads_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[tuple[int, int], DecodeTile]:
+    """Tile table of a device and of formats for tiles of several KV heads, by (head_dim, tile_heads)."""
+    codes = k_format is v_format is KvFormat.TBQ4
+    return _TBQ4_HEADS_LARGE if codes and device.smem_per_block >= _LARGE_SMEM_TBQ4 else {}

@@ -252,7 +252,8 @@ def _launch(rows: Array, params: np.ndarray[Any, Any], *, encode: bool, with_mea
 def config_of(rows: Array, device: _plan.Device, *, encode: bool, with_mean: bool) -> _plan.QuantizeConfig:
     """Config of quantize.cu for `rows`, or of dequantize.cu for a result like `rows`."""
     dtype = _plan.Dtype(_arrays.dtype_name(rows))
-    return _plan.codec_config(dtype, rows.shape[-1], device, encode=encode, with_mean=with_mean)
+    heads, head_dim = rows.shape[-2:]
+    return _plan.codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean, num_heads=heads)
 
 
 def _strides(name: str, array: Array) -> dict[str, int]:

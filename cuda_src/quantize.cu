@@ -22,13 +22,14 @@ using tbq4::CHUNKS;
 using tbq4::PER_LANE;
 using tbq4::STEPS;
 
-// 16-bit elements are operands as they are. float32, and what is left of an element without the mean, is two tf32.
-constexpr bool IS_OPERAND = sizeof(In) == 2 && !cfg::WITH_MEAN;
+// 16-bit elements are operands as they are. float32 is two tf32.
+constexpr bool IS_OPERAND = sizeof(In) == 2;
 constexpr int LOADS = CHUNKS * static_cast<int>(sizeof(In)) / 2;  // of 16 bytes of a block in a lane
 // Elements of B operands. With 1/16 the squares of results overflow where those of x do, or later.
 constexpr float UNIT = IS_OPERAND ? 1.f / 16.f : 1.f;
 constexpr float SCALE = cfg::ROOT / UNIT;
 constexpr float MAX_FLOAT = 3.402823466e38f;
+constexpr u32 ALL_BLOCKS = (1u << tbq4::TILE_BLOCKS) - 1;
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 struct alignas(128) Tables {
@@ -36,9 +37,24 @@ struct alignas(128) Tables {
   float4 results[STEPS][4];  // signs of each four results of lanes t
   uint4 first[STEPS][WARP];  // two B operands of each lane, with the first signs
 };
+// The rotated means of the blocks of a token, to be subtracted from rotated rows: that takes no instruction, as the
+// second signs need a multiplication anyway. What is lost is a rounding of the mean, which is too much where little
+// else is left: such blocks are encoded one by one (encode_blocks), and all are where MEAN_BLOCKS is 0, as means of so
+// many heads have no place.
+struct alignas(128) Means {
+  static constexpr u32 BLOCKS = cfg::MEAN_BLOCKS > 0 ? cfg::MEAN_BLOCKS : 1;
+  // As results of lanes t, four for each step, with their signs and the minus. Blocks are 64 bytes apart modulo 128, so
+  // that lanes of two blocks read from all banks at once.
+  float4 rotated[BLOCKS][STEPS * 4 + 4];
+  float energy[BLOCKS];  // sum of squares
+};
+// A block has at least this part of the energy of its mean, or else it is encoded by itself. Roundings that are 16
+// times what they are without a mean, or 8 times what those of two tf32 are, move one block of 3000 over a boundary.
+constexpr float LEAST_PART = IS_OPERAND ? 1.f / 256.f : 1.f / 64.f;
+constexpr u32 MEANS_BYTES = cfg::MEAN_BLOCKS > 0 ? sizeof(Means) : 0;
 constexpr u32 PIECES = 4 * LOADS;                 // of 16 bytes of a block
 using Stage = uint4[tbq4::TILE_BLOCKS * PIECES];  // the next input of a warp
-static_assert(sizeof(Tables) + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
+static_assert(sizeof(Tables) + MEANS_BYTES + cfg::NUM_WARPS * sizeof(Stage) == cfg::SMEM_BYTES,
               "plan and kernel disagree on shared memory");
 
 // Elements k = 2t, 2t + 1 of the B operand of m16n8k16 for inputs `in` and `in` + 1, and results 8 * bit3 higher: the
@@ -100,10 +116,10 @@ __device__ __forceinline__ bool is_contiguous(const QuantizeParams& p) {
 // Where the blocks of a tile are.
 struct Source {
   const u8* x;
-  bool in_line;        // one behind the other, from x on
-  i64 offset;          // else, of block lane % 16; past the end the last block is repeated
-  u32 mean_offset[2];  // of this lane's first elements of blocks g and g + 8
-  bool one_mean;       // they are the same in all lanes
+  bool in_line;   // one behind the other, from x on
+  i64 offset;     // else, of block lane % 16; past the end the last block is repeated
+  u32 mean[2];    // which blocks of a token blocks g and g + 8 are
+  bool one_mean;  // they are the same in all lanes
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, bool contiguous, u32 first,
                                     u32 num_blocks, u32 lane) {
@@ -111,22 +127,15 @@ struct Source {
     in_line = contiguous && first + tbq4::TILE_BLOCKS <= num_blocks;
     if (in_line) x += static_cast<i64>(first) * (cfg::BLOCK * sizeof(In));
     const u32 block = min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1);
-    u32 mean = 0;
-    if (!in_line) {
-      const tbq4::Place at(block, shape);
-      offset = offset_of(p, at);
-      mean = at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK;
-    } else if (cfg::WITH_MEAN) {
+    if (!in_line) offset = offset_of(p, tbq4::Place(block, shape));
+    if constexpr (cfg::WITH_MEAN) {
       u32 head;
       shape.heads.divide(block / tbq4::BLOCKS_PER_ROW, head);
-      mean = head * cfg::HEAD_DIM + block % tbq4::BLOCKS_PER_ROW * cfg::BLOCK;
-    }
+      const u32 in_token = head * tbq4::BLOCKS_PER_ROW + block % tbq4::BLOCKS_PER_ROW;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      mean_offset[r] =
-          cfg::WITH_MEAN ? __shfl_sync(FULL_MASK, mean, static_cast<int>(lane / 4) + 8 * r) + lane % 4 * 8 : 0;
+      for (int r = 0; r < 2; ++r) mean[r] = __shfl_sync(FULL_MASK, in_token, static_cast<int>(lane / 4) + 8 * r);
+      one_mean = __all_sync(FULL_MASK, mean[0] == mean[1]) != 0;
     }
-    one_mean = cfg::WITH_MEAN && __all_sync(FULL_MASK, mean_offset[0] == mean_offset[1]);
   }
 };
 
@@ -171,22 +180,10 @@ struct Input {
     }
   }
 
-  // Elements 32c + 8t .. + 7 of block r, without the mean. `means` are those of the chunk that was asked for before:
-  // blocks g and g + 8 have the same where eight is a multiple of the blocks of a token.
-  __device__ __forceinline__ void chunk(float (&values)[8], float (&means)[8], int r, int c, const float* mean,
-                                        const Source& source) const {
+  // Elements 32c + 8t .. + 7 of block r.
+  __device__ __forceinline__ void chunk(float (&values)[8], int r, int c) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = element(raw[r], 8 * c + j, In{});
-    if constexpr (cfg::WITH_MEAN) {
-      if (r == 0 || !source.one_mean) {
-        const float4* m = reinterpret_cast<const float4*>(mean + source.mean_offset[r] + 32 * c);
-        const float4 low = __ldg(m), high = __ldg(m + 1);
-        means[0] = low.x, means[1] = low.y, means[2] = low.z, means[3] = low.w;
-        means[4] = high.x, means[5] = high.y, means[6] = high.z, means[7] = high.w;
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] -= means[j];
-    }
   }
 };
 
@@ -231,15 +228,14 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
 
 // y <- H s1 x of float32 values, to about 2^-22. One MMA for the stages of bits 5, 4 and 3.
 __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
-                                              const Source& source, const float* mean, const Tables& tables, u32 lane) {
+                                              const Tables& tables, u32 lane) {
   sums[0] = sums[1] = 0.f;
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
     float values[4][8];  // in the order of an A operand
-    float means[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x.chunk(values[i], means, i % 2, 2 * h + i / 2, mean, source);
+      x.chunk(values[i], i % 2, 2 * h + i / 2);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[i % 2] += values[i][j] * values[i][j];
     }
@@ -267,37 +263,110 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
   }
 }
 
-// The rules for a block whose sum of squares is not finite: it has the codes of 0 if its values are, and of NaN if not.
-__device__ __forceinline__ void encode_overflow(u32 (&codes)[PER_LANE / 8], float& sum, u32 block,
-                                                const QuantizeParams& p, const tbq4::Rows& shape, u32 t) {
-  const tbq4::Place at(block, shape);
-  const In* x = reinterpret_cast<const In*>(p.x + offset_of(p, at));
-  float zeros = 0.f, magnitudes = 0.f;  // NaN where a value is infinite or NaN; infinite or NaN
+// Fills the means; a barrier must follow.
+__device__ __forceinline__ void fill(Means& means, const QuantizeParams& p) {
+  using tbq4::LANES;
+  const u32 blocks = static_cast<u32>(p.heads) * tbq4::BLOCKS_PER_ROW, sub = threadIdx.x % LANES;
+  const tbq4::Signs<LANES> signs(cfg::SIGNS1, cfg::SIGNS2, static_cast<int>(sub));
 #pragma unroll 1
-  for (u32 i = t; i < cfg::BLOCK; i += 4) {
-    float value = ptx::to_float(x[i]);
-    if constexpr (cfg::WITH_MEAN) value -= __ldg(p.mean + at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK + i);
-    zeros += value * 0.f;
-    magnitudes += fabsf(value);
-  }
-  const bool finite = quad_sum(zeros) == 0.f;
-  magnitudes = quad_sum(magnitudes);
-  if (sum <= MAX_FLOAT) return;
-  // Squares of sums may have been NaN where the squares of x are not.
-  sum = finite ? __uint_as_float(0x7f800000u) : magnitudes;
+  for (u32 first = threadIdx.x / WARP * (WARP / LANES); first < blocks; first += cfg::NUM_WARPS * (WARP / LANES)) {
+    const u32 block = min(first + threadIdx.x % WARP / LANES, blocks - 1);
+    float x[tbq4::VALUES];
 #pragma unroll
-  for (int i = 0; i < PER_LANE / 8; ++i) codes[i] = finite ? 0x88888888u : 0xffffffffu;
+    for (int j = 0; j < tbq4::VALUES; ++j) {
+      x[j] = __ldg(p.mean + block * cfg::BLOCK + sub * tbq4::VALUES + j) * signs.first[j];
+    }
+    tbq4::hadamard(x, signs);
+    float energy = 0.f;
+#pragma unroll
+    for (int j = 0; j < tbq4::VALUES; ++j) {
+      const float value = x[j] * (signs.second[j] < 0.f ? UNIT : -UNIT);
+      const u32 out = sub * tbq4::VALUES + j, of_step = out / 64 * 4 + out % 16 / 4, of_lane = out / 16 % 4;
+      reinterpret_cast<float*>(&means.rotated[block][of_step * 4 + of_lane])[out % 4] = value;
+      energy += value * value;
+    }
+    energy = tbq4::block_sum(energy);
+    if (sub == 0) means.energy[block] = energy;
+  }
 }
 
-__device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables, Stage* stages) {
+// y <- s2 (y - mean), and the sums of squares of x without the mean. True in the lanes of a block r where this is not
+// exact enough.
+__device__ __forceinline__ void subtract(float (&y)[2][PER_LANE], float (&sums)[2], bool (&inexact)[2],
+                                         const Tables& tables, const Means& means, const Source& source, u32 t) {
+  float squares[2] = {};
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const float4 signs = tables.results[i][t];
+    float4 mean;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (r == 0 || !source.one_mean) mean = means.rotated[source.mean[r]][i * 4 + t];
+      float* four = y[r] + 4 * i;
+      four[0] = fmaf(four[0], signs.x, mean.x);
+      four[1] = fmaf(four[1], signs.y, mean.y);
+      four[2] = fmaf(four[2], signs.z, mean.z);
+      four[3] = fmaf(four[3], signs.w, mean.w);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares[r] += four[j] * four[j];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(squares[r]);
+    inexact[r] = sum < LEAST_PART * means.energy[source.mean[r]];
+    sums[r] = sum * (1.f / (UNIT * UNIT * cfg::BLOCK));
+  }
+}
+
+// Encodes those of sixteen blocks whose bits in `which` are set, eight lanes a block, with exact differences from the
+// mean, and by the rules where sums of squares are not finite.
+__device__ __forceinline__ void encode_blocks(const QuantizeParams& p, const tbq4::Rows& shape,
+                                              const tbq4::Cells& cells, u32 first, u32 which) {
+  using tbq4::LANES;
+  const u32 sub = threadIdx.x % LANES;
+  const tbq4::Signs<LANES> signs(cfg::SIGNS1, cfg::SIGNS2, static_cast<int>(sub));
+#pragma unroll 1
+  for (u32 of_tile = threadIdx.x % WARP / LANES; of_tile < tbq4::TILE_BLOCKS; of_tile += WARP / LANES) {
+    const bool wanted = (which >> of_tile & 1) != 0;
+    if (!__any_sync(FULL_MASK, wanted)) continue;
+    float x[tbq4::VALUES] = {};
+    if (wanted) {
+      const tbq4::Place at(first + of_tile, shape);
+      const In* row = reinterpret_cast<const In*>(p.x + offset_of(p, at)) + sub * tbq4::VALUES;
+      const float* mean = p.mean + at.head * cfg::HEAD_DIM + at.part * cfg::BLOCK + sub * tbq4::VALUES;
+#pragma unroll
+      for (int j = 0; j < tbq4::VALUES; ++j) {
+        x[j] = ptx::to_float(row[j]);
+        if constexpr (cfg::WITH_MEAN) x[j] -= __ldg(mean + j);
+      }
+    }
+    u32 words[tbq4::CODE_BYTES / 4];
+    const tbq4::Norms norms = tbq4::encode(words, x, signs, cells);
+    if (!wanted) continue;
+    const u32 block = first + of_tile;
+    u32* codes = reinterpret_cast<u32*>(p.codes + static_cast<i64>(block) * (cfg::BLOCK / 2) + sub * tbq4::CODE_BYTES);
+#pragma unroll
+    for (int i = 0; i < tbq4::CODE_BYTES / 4; ++i) codes[i] = words[i];
+    if (sub == 0) p.norms[block] = tbq4::stored_norm(norms.sum, norms.squared_length, p.clamped);
+  }
+}
+
+__device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables, Means* means, Stage* stages) {
   fill(tables);
-  __syncthreads();  // the tables are there
   ptx::griddepcontrol_wait();
+  if constexpr (cfg::MEAN_BLOCKS > 0) fill(*means, p);
+  __syncthreads();  // the tables are there, and the means
   const u32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const tbq4::Rows shape(p.heads, p.dim1);
   const u32 num_blocks = static_cast<u32>(p.num_rows) * tbq4::BLOCKS_PER_ROW;
   const u32 step = gridDim.x * cfg::NUM_WARPS * tbq4::TILE_BLOCKS;
   u32 first = (blockIdx.x * cfg::NUM_WARPS + threadIdx.x / WARP) * tbq4::TILE_BLOCKS;
+  const auto in_tile = [&] { return ALL_BLOCKS >> (tbq4::TILE_BLOCKS - min(tbq4::TILE_BLOCKS, num_blocks - first)); };
+  if constexpr (cfg::WITH_MEAN && cfg::MEAN_BLOCKS == 0) {
+    for (; first < num_blocks; first += step) encode_blocks(p, shape, tables.cells, first, in_tile());
+    return;
+  }
   if (first >= num_blocks) return;
   const bool contiguous = is_contiguous(p);
   Source source(p, shape, contiguous, first, num_blocks, lane);
@@ -309,8 +378,10 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     if constexpr (IS_OPERAND) {
       rotate_operands<Pair16>(y, sums, x, tables, lane);
     } else {
-      rotate_floats(y, sums, x, source, p.mean, tables, lane);
+      rotate_floats(y, sums, x, tables, lane);
     }
+    bool by_itself[2] = {};
+    if constexpr (cfg::WITH_MEAN) subtract(y, sums, by_itself, tables, *means, source, t);
     __syncwarp();  // all lanes have read the stage
     if (first + step < num_blocks) {
       source = Source(p, shape, contiguous, first + step, num_blocks, lane);
@@ -328,21 +399,16 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
       for (int r = 0; r < 2; ++r) {
         float u[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) u[j] = y[r][8 * i + j];
-        codes[r][i] = tbq4::eight_codes(u, signs, scales[r], cells);
+        for (int j = 0; j < 8; ++j) u[j] = cfg::WITH_MEAN ? y[r][8 * i + j] : y[r][8 * i + j] * signs[j];
+        codes[r][i] = tbq4::eight_codes(u, scales[r], cells);
       }
     }
     const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
-    if (__any_sync(FULL_MASK, !(sums[0] <= MAX_FLOAT && sums[1] <= MAX_FLOAT))) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        encode_overflow(codes[r], sums[r], min(first + g + 8 * r, num_blocks - 1), p, shape, t);
-      }
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      by_itself[r] = by_itself[r] || !(sums[r] <= MAX_FLOAT);
       const u32 block = first + g + 8 * r;
-      if (block >= num_blocks) continue;
+      if (block >= num_blocks || by_itself[r]) continue;
       u8* target = p.codes + static_cast<i64>(block) * (cfg::BLOCK / 2) + 8 * t;
 #pragma unroll
       for (int h = 0; h < STEPS / 4; ++h) {
@@ -351,8 +417,18 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     }
     // Lane t = 0 has the norm of block g, and lane t = 1 that of block g + 8.
     const u32 block = first + g + 8 * t;
-    if (t < 2 && block < num_blocks) {
+    if (t < 2 && block < num_blocks && !(t != 0 ? by_itself[1] : by_itself[0])) {
       p.norms[block] = tbq4::stored_norm(t != 0 ? sums[1] : sums[0], t != 0 ? lengths[1] : lengths[0], p.clamped);
+    }
+    if (__any_sync(FULL_MASK, by_itself[0] || by_itself[1])) {
+      u32 which = 0;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u32 lanes = __ballot_sync(FULL_MASK, by_itself[r]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) which |= (lanes >> 4 * i & 1) << (8 * r + i);
+      }
+      encode_blocks(p, shape, tables.cells, first, which & in_tile());
     }
   }
 }
@@ -362,5 +438,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
   u8* smem = ptx::dynamic_smem();
-  quantize(p, *reinterpret_cast<Tables*>(smem), reinterpret_cast<Stage*>(smem + sizeof(Tables)));
+  u8* means = smem + sizeof(Tables);
+  quantize(p, *reinterpret_cast<Tables*>(smem), reinterpret_cast<Means*>(means),
+           reinterpret_cast<Stage*>(means + MEANS_BYTES));
 }

@@ -50,7 +50,7 @@ Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
 
 
 def shipped_configs(device: Device) -> list[Config]:
-    """Every config that `decode`, `merge` and `quantize` can ask for on a device, and the common ones of `append`."""
+    """Every config that `decode` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
     for dtype in (Dtype.FP16, Dtype.BF16):
         for formats in product(KvFormat, KvFormat):
@@ -61,5 +61,9 @@ def shipped_configs(device: Device) -> list[Config]:
             ]
     configs += [c for head_dim in HEAD_DIMS for dtype in Dtype for c in merge_configs(head_dim, dtype)]
     for dtype, head_dim, encode, with_mean in product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True)):
-        configs.append(codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean))
+        # Heads count for the encoder with a mean: the smallest table of means, and a large one.
+        configs += dict.fromkeys(
+            codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean, num_heads=num_heads)
+            for num_heads in (1, 64)
+        )
     return configs + append_configs()

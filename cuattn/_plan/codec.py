@@ -9,16 +9,23 @@ from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, align, ceil_div
 
+# Blocks of a token that the smallest table of rotated means has place for.
+_MIN_MEAN_BLOCKS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizeConfig:
-    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``."""
+    """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``.
+
+    With a mean, ``quantize.cu`` has a table of `mean_blocks` blocks of rotated means, or none and is slow.
+    """
 
     dtype: Dtype
     head_dim: int
     encode: bool
     with_mean: bool
     ctas_per_sm: int
+    mean_blocks: int = 0
     num_warps: int = 4
 
     @property
@@ -37,12 +44,14 @@ class QuantizeConfig:
 
         The entries of the encoder are cells, those of the decoder two levels for each byte. Signs of results are for
         each of four lanes, operands for each of 32. Each warp of the encoder has a stage for its next 16 blocks, which
-        begins with a line of 128 bytes.
+        begins with a line of 128 bytes. `mean_blocks` blocks of rotated means have their sum of squares each and 16
+        values of padding.
         """
         stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
         entries = _tbq4.NUM_CELLS if self.encode else 256
         tables = 8 * entries + 16 * (self.block // 16 * (4 + WARP))
-        return (align(tables, 128) if self.encode else tables) + stages
+        means = self.mean_blocks * 4 * (self.block + 16 + 1)
+        return align(tables, 128) + align(means, 128) + stages if self.encode else tables
 
     @property
     def blocks_per_cta(self) -> int:
@@ -70,17 +79,26 @@ class QuantizeConfig:
         }
 
     def _encoder(self) -> dict[str, object]:
-        return {"IN_DTYPE": self.dtype, **encoder_constants(self.block)}
+        return {"IN_DTYPE": self.dtype, "MEAN_BLOCKS": self.mean_blocks, **encoder_constants(self.block)}
 
     def _decoder(self) -> dict[str, object]:
         return {"OUT_DTYPE": self.dtype, "LEVELS": tuple(map(float, _tbq4.codebook(self.block)[8:]))}
 
 
-def codec_config(dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool) -> QuantizeConfig:
-    """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device."""
-    # A lane has 64 values. The encoder can do with 128 registers if there is no mean: then 16 warps share an SM.
-    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=4 if encode and not with_mean else 3)
-    return replace(config, ctas_per_sm=min(config.ctas_per_sm, device.smem_per_sm // (config.smem_bytes + KIB)))
+def codec_config(
+    dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool, num_heads: int = 1
+) -> QuantizeConfig:
+    """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device; `num_heads` counts with a mean only."""
+    # A lane has 64 values. The encoder can do with 128 registers: then 16 warps share an SM.
+    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=4 if encode else 3)
+    if encode and with_mean:
+        # Few configs serve any number of heads.
+        wanted = max(_MIN_MEAN_BLOCKS, 1 << (num_heads * (head_dim // config.block) - 1).bit_length())
+        with_table = replace(config, mean_blocks=wanted)
+        if with_table.smem_bytes <= device.smem_per_block:
+            config = with_table
+    ctas_per_sm = min(config.ctas_per_sm, device.smem_per_sm // (config.smem_bytes + KIB))
+    return replace(config, ctas_per_sm=ctas_per_sm)
 
 
 def encoder_constants(block: int) -> dict[str, object]:

@@ -33,9 +33,8 @@ struct Cells {
   }
 };
 
-// Codes of eight values u[j] * signs[j] * scale, element j in bits 4j .. 4j + 3, by a table at this address. NaN has
-// any code.
-__device__ __forceinline__ u32 eight_codes(const float (&u)[8], const float (&signs)[8], float scale, u32 table) {
+// Codes of eight values u[j] * scale, element j in bits 4j .. 4j + 3, by a table at this address. NaN has any code.
+__device__ __forceinline__ u32 eight_codes(const float (&u)[8], float scale, u32 table) {
   constexpr u32 CELL_BYTES = sizeof(uint2);
   // An ulp of 2^20 .. 2^21 is 1/8, so that the low bits of the sum are the byte offset of a cell and three bits of the
   // place in it. Cell NUM_CELLS / 2 has 0 in its middle.
@@ -44,11 +43,10 @@ __device__ __forceinline__ u32 eight_codes(const float (&u)[8], const float (&si
   u32 codes = 0;
 #pragma unroll
   for (int j = 7; j >= 0; --j) {
-    const float value = u[j] * signs[j];
-    const u32 offset = __float_as_uint(fmaf(value, cells_per_u, ORIGIN)) & (NUM_CELLS - 1) * CELL_BYTES;
+    const u32 offset = __float_as_uint(fmaf(u[j], cells_per_u, ORIGIN)) & (NUM_CELLS - 1) * CELL_BYTES;
     const uint2 cell = ptx::ld_shared_v2(table | offset);
     // One rounding: the sign is exact, and +0 where they are equal, as no offset is -0.
-    const float above = fmaf(value, scale, __uint_as_float(cell.x));
+    const float above = fmaf(u[j], scale, __uint_as_float(cell.x));
     codes = codes * 16 + cell.y + static_cast<u32>(__float_as_int(above) >> 31);  // -1 if below
   }
   return codes;
@@ -133,10 +131,10 @@ __device__ __forceinline__ Norms encode(u32 (&codes)[CODE_BYTES / 4], float (&x)
   const bool is_nan = x[0] != x[0];  // then all of the block are: infinities have met their inverse norm, 0
 #pragma unroll
   for (int word = 0; word < CODE_BYTES / 4; ++word) {
-    float u[8], second[8];
+    float u[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) u[j] = x[word * 8 + j], second[j] = signs.second[word * 8 + j];
-    codes[word] = is_nan ? 0xffffffffu : eight_codes(u, second, 1.f, table);
+    for (int j = 0; j < 8; ++j) u[j] = x[word * 8 + j] * signs.second[word * 8 + j];
+    codes[word] = is_nan ? 0xffffffffu : eight_codes(u, 1.f, table);
   }
   return {sum, block_sum(squared_length(codes))};
 }

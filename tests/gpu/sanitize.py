@@ -1,4 +1,4 @@
-"""Small decode, merge and append calls for compute-sanitizer; results are checked too.
+"""Small calls of decode, merge, append, quantize and dequantize for compute-sanitizer; results are checked too.
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/gpu/sanitize.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
@@ -7,14 +7,16 @@ compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import cupy  # noqa: E402  after the path
+import numpy as np  # noqa: E402
 from gpu.helpers import to_device  # noqa: E402
 from strategies import EXACT_APPENDS, Problem  # noqa: E402
-from tolerance import assert_append, assert_decode  # noqa: E402
+from tolerance import assert_append, assert_blocks, assert_decode  # noqa: E402
 
 import cuattn  # noqa: E402
 
@@ -28,6 +30,8 @@ PROBLEMS = (
     Problem(kv_len=(130, 300), num_kv_heads=2, group=6, head_dim=256, page_size=16, values="huge"),
     Problem(kv_len=(100,), group=2, head_dim=512, dtype="bfloat16"),
     Problem(kv_len=(0, 1, 33, 600), num_kv_heads=2, group=3, page_size=16, **TBQ4, means=True, sinks=True),
+    Problem(kv_len=(70, 300), num_kv_heads=4, group=3, head_dim=128, **TBQ4, means=True),
+    Problem(kv_len=(300, 2), num_kv_heads=8, group=2, page_size=16, **TBQ4),
     Problem(kv_len=(300, 31), seqlen_q=4, group=8, head_dim=128, **TBQ4, dtype="bfloat16", window=(40, 3)),
     Problem(kv_len=(260,), seqlen_q=3, group=4, head_dim=256, **TBQ4, values="tiny_v", dtype="bfloat16"),
     Problem(kv_len=(100,), group=2, head_dim=512, page_size=5, **TBQ4),
@@ -53,6 +57,14 @@ def main() -> None:
         arguments, options = problem.arguments(bases)
         cuattn.append(*arguments, **options)
         assert_append(problem, {name: x.get() for name, x in bases.items()})
+    for dtype, head_dim, with_mean in product(("float16", "float32"), (64, 256), (False, True)):
+        rng = np.random.default_rng(head_dim)
+        x = (100 * rng.standard_normal((7, 3, head_dim))).astype(dtype)
+        mean = rng.standard_normal((3, head_dim)).astype(np.float32) * np.float32([[0], [1], [1e4]])
+        mean = mean if with_mean else None
+        t = cuattn.quantize(cupy.asarray(x), mean=None if mean is None else cupy.asarray(mean))
+        assert_blocks(x, t.codes.get(), t.norms.get(), int(t.clamped[0]), mean=mean)
+        cuattn.dequantize(t, dtype=dtype)
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"{len(PROBLEMS)} problems and {len(EXACT_APPENDS)} of append\n")
 

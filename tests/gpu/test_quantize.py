@@ -45,6 +45,17 @@ def test_a_mean_is_subtracted_and_added(dtype, head_dim):
 
 
 @every_dtype
+@pytest.mark.parametrize("heads", [1, 5, 8, 24, 600])
+def test_every_head_has_its_mean(heads, dtype):
+    """Up to 600 times what is left; 600 heads have no table of means."""
+    rng = np.random.default_rng(heads)
+    sizes = rng.choice((0, 0.5, 2, 5, 8, 12, 16, 20, 600), (heads, 1))
+    mean = (sizes * rng.standard_normal((heads, 128))).astype(np.float32)
+    x = (rng.standard_normal((12_000 // heads, heads, 128)) + mean).astype(DTYPES[dtype])
+    check(x, mean)
+
+
+@every_dtype
 @every_head_dim
 def test_any_codes_are_decoded_as_the_reference_does(dtype, head_dim):
     rng = np.random.default_rng(head_dim)

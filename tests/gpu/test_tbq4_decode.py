@@ -103,6 +103,23 @@ def test_long_sequences_of_unequal_lengths_obey_the_error_law(formats: tuple[str
     check(problem, num_splits=num_splits)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "together"),
+    [(64, 4, 1, 4), (64, 8, 2, 4), (64, 8, 4, 2), (128, 2, 1, 2), (128, 8, 3, 2), (128, 8, 4, 2)],
+)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_heads_side_by_side_in_a_tile_obey_the_error_law(
+    head_dim: int, num_kv_heads: int, group: int, together: int, page_size: int | None
+) -> None:
+    shape = {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "group": group, "page_size": page_size}
+    problem = of(("tbq4", "tbq4"), kv_len=(0, 1, 255, 257, 4000), sinks=True, **shape)
+    table = problem.options().get("page_table")
+    assert cuattn.plan_decode(*problem.arrays(), page_table=table).config.tile_heads == together
+    check(problem, num_splits=None)
+    problem = replace(problem, values="tiny_v", dtype="bfloat16", window=(2000, None), num_sink=2, num_recent=5)
+    check(problem, num_splits=3)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @of_formats
 def test_lengths_beside_every_power_of_two_obey_the_error_law(formats: tuple[str, str], head_dim: int) -> None:

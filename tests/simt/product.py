@@ -91,8 +91,13 @@ def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
     return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)
 
 
+def config_of(rows: np.ndarray, **choices: bool) -> _plan.QuantizeConfig:
+    """Config of quantize.cu or dequantize.cu."""
+    return _quantize.config_of(rows, TWO_SMS, **choices)
+
+
 def _launch(rows: np.ndarray, params: np.ndarray, seed: int, **choices: bool) -> None:
-    config = _quantize.config_of(rows, TWO_SMS, **choices)
+    config = config_of(rows, **choices)
     threads = (config.num_warps * _plan.WARP, 1, 1)
     grid = config.grid(rows.size // config.block, TWO_SMS)
     build(config).launch(f"{config.kernel}_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)

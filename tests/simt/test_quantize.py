@@ -120,6 +120,65 @@ def test_views_are_read_in_place_and_the_last_warp_may_be_ragged():
     assert_blocks(x, *product.quantize(x, seed=2))
 
 
+@every_dtype
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "mean_blocks"),
+    [(64, 3, 16), (64, 17, 32), (128, 5, 16), (128, 16, 16), (128, 40, 64), (256, 9, 32), (512, 3, 16)],
+)
+def test_every_head_has_its_mean(head_dim, heads, mean_blocks, dtype):
+    rng = np.random.default_rng(heads)
+    mean = (3 * rng.standard_normal((heads, head_dim))).astype(np.float32)
+    x = (rng.standard_normal((7, heads, head_dim)) + mean).astype(DTYPES[dtype])
+    assert product.config_of(x, encode=True, with_mean=True).mean_blocks == mean_blocks
+    assert_blocks(x, *product.quantize(x, mean), mean=mean)
+
+
+def test_means_of_more_heads_than_shared_memory_holds():
+    rng = np.random.default_rng(1)
+    mean = (3 * rng.standard_normal((600, 128))).astype(np.float32)
+    x = (rng.standard_normal((2, 600, 128)) + mean).astype(np.float16)
+    assert product.config_of(x, encode=True, with_mean=True).mean_blocks == 0
+    assert_blocks(x, *product.quantize(x, mean), mean=mean)
+
+
+@every_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mean_may_be_any_multiple_of_what_is_left(head_dim, dtype):
+    """Where it is much larger, its rotation is not exact enough; next to blocks where it is."""
+    rng = np.random.default_rng(head_dim)
+    sizes = np.array([0, 1e-30, 0.1, 1, 3, 7, 9, 15, 17, 40, 1e3, 3e4, 1e10, 3e38], np.float32)
+    sizes = sizes[: 12 if dtype == "float16" else None]
+    mean = (sizes[:, None] * rng.uniform(0.5, 1, (len(sizes), head_dim))).astype(np.float32)
+    left = rng.standard_normal((30, len(sizes), head_dim)).astype(np.float32)
+    x = (left + mean).astype(DTYPES[dtype])
+    assert_blocks(x, *product.quantize(x, mean), mean=mean)
+
+
+@every_dtype
+def test_rows_equal_to_their_mean_are_zeros(dtype):
+    mean = np.random.default_rng(1).standard_normal((3, 128)).astype(DTYPES[dtype]).astype(np.float32)
+    codes, norms, clamped = product.quantize(np.tile(mean, (11, 1, 1)).astype(DTYPES[dtype]), mean)
+    assert (codes == 0x88).all()
+    assert (norms.view(np.uint16) == 0).all()
+    assert clamped == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@every_dtype
+def test_a_mean_that_is_not_finite_is_one_of_its_block(dtype, value):
+    rng = np.random.default_rng(2)
+    mean = rng.standard_normal((3, 256)).astype(np.float32)
+    x = rng.standard_normal((40, 3, 256)).astype(DTYPES[dtype])
+    want = product.quantize(x, mean)
+    mean[1, 200] = value
+    got = product.quantize(x, mean)
+    others = np.ones((3, 2), bool)
+    others[1, 1] = False
+    np.testing.assert_array_equal(got[0].reshape(40, 3, 2, 64)[:, others], want[0].reshape(40, 3, 2, 64)[:, others])
+    np.testing.assert_array_equal(got[1][:, others], want[1][:, others])
+    assert (np.isnan(got[1][:, 1, 1]) if np.isnan(value) else np.isinf(got[1][:, 1, 1])).all()
+
+
 # ---- the parts of the encoder ------------------------------------------------------------------------------------
 
 

@@ -10,14 +10,10 @@ extern "C" __global__ void search(const float* u, u32* same, u32* opposite, int 
   cells.fill(threadIdx.x, blockDim.x);
   __syncthreads();  // the tables are there
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    float eight[8], signs[2][8];
-    for (int j = 0; j < 8; ++j) {
-      eight[j] = u[8 * i + j];
-      signs[0][j] = 1.f;
-      signs[1][j] = -1.f;
-    }
-    same[i] = tbq4::eight_codes(eight, signs[0], 1.f, ptx::smem_addr(cells.cells));
-    opposite[i] = tbq4::eight_codes(eight, signs[1], 1.f, ptx::smem_addr(cells.cells));
+    float eight[8];
+    for (int j = 0; j < 8; ++j) eight[j] = u[8 * i + j];
+    same[i] = tbq4::eight_codes(eight, 1.f, ptx::smem_addr(cells.cells));
+    opposite[i] = tbq4::eight_codes(eight, -1.f, ptx::smem_addr(cells.cells));
   }
 }
 

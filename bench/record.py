@@ -138,14 +138,14 @@ def row(
         flops=traffic[1],
         roof_us=roof_us,
         splits=splits,
-        notes=(*paged, *notes, *(("noisy",) if timing.noisy else ())),
+        notes=(*paged, *notes, *timing.notes),
     )
 
 
 def _without_queries(op: str, timing: Timing, notes: Sequence[str], **fields: Any) -> Row:  # noqa: ANN401  as in Row
     values: dict[str, Any] = {"op": op, "q_heads": 0, "mask": "full", "flops": 0, **fields}
     values |= {"us": timing.us, "us_p5": timing.us_p5, "us_p95": timing.us_p95}
-    return Row(**values, notes=(*notes, *(("noisy",) if timing.noisy else ())))
+    return Row(**values, notes=(*notes, *timing.notes))
 
 
 def codec_row(

@@ -19,6 +19,8 @@ import numpy as np
 
 from cuattn import _arrays
 
+from . import clock as sm_clock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
@@ -40,27 +42,48 @@ class Sampling:
         Enough, as the median's standard error over the median.
     sample_us : float
         Microseconds that one sample lasts, by repeating the calls; long against the resolution of an event.
+    pauses : int
+        Samples at most that are left out because the SMs' clock had fallen, each with a pause for the GPU to recover.
+    pause_s : float
+        Seconds of the first such pause; in a row, each is twice as long as the one before, up to 32 times this.
     """
 
     at_least: int = 30
     at_most: int = 200
     relative_error: float = 0.005
     sample_us: float = 8000.0
+    pauses: int = 8
+    pause_s: float = 0.02
 
 
 FULL = Sampling()
-QUICK = Sampling(at_least=5, at_most=5, sample_us=2000.0)
+QUICK = Sampling(at_least=5, at_most=5, sample_us=2000.0, pauses=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: median, 5th and 95th percentile; `noisy` if the samples did not agree in the end."""
+    """Microseconds of one call: median, 5th and 95th percentile; `noisy` if the samples did not agree in the end.
+
+    `left_out` samples were at a fallen clock; `fallen_mhz` is the median clock of the others if that had fallen too.
+    """
 
     us: float
     us_p5: float
     us_p95: float
     samples: int
     noisy: bool
+    left_out: int = 0
+    fallen_mhz: float | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the times must know."""
+        found = ["noisy"] if self.noisy else []
+        if self.left_out:
+            found.append(f"{self.left_out} samples at lower clocks left out")
+        if self.fallen_mhz is not None:
+            found.append(f"SMs at {self.fallen_mhz:.0f} MHz")
+        return tuple(found)
 
 
 def median_error(samples: Sequence[float]) -> float:
@@ -74,7 +97,12 @@ def median_error(samples: Sequence[float]) -> float:
     return (ordered[high] - ordered[low]) / 2
 
 
-def sample(measure: Callable[[], float], sampling: Sampling) -> Timing:
+def sample(
+    measure: Callable[[], float],
+    sampling: Sampling,
+    clock: sm_clock.SmClock | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Timing:
     """Take samples until the median is known well enough.
 
     Parameters
@@ -82,21 +110,39 @@ def sample(measure: Callable[[], float], sampling: Sampling) -> Timing:
     measure : callable
         Returns the microseconds of one call.
     sampling : Sampling
+    clock : SmClock, optional
+        Which `measure` reads.
+    pause : callable
+        Waits for so many seconds.
 
     Returns
     -------
     Timing
     """
     samples: list[float] = []
+    clocks: list[float] = []
+    left_out = in_a_row = 0
     while True:
-        samples.append(measure())
+        us = measure()
+        if clock is not None and clock.fell and left_out < sampling.pauses:
+            pause(sampling.pause_s * 2 ** min(in_a_row, 5))
+            left_out += 1
+            in_a_row += 1
+            continue
+        in_a_row = 0
+        samples.append(us)
+        if clock is not None and clock.mhz is not None:
+            clocks.append(clock.mhz)
         if len(samples) < sampling.at_least:
             continue
         noisy = median_error(samples) > sampling.relative_error * float(np.median(samples))
         if not noisy or len(samples) >= sampling.at_most:
             break
     low, median, high = (float(x) for x in np.percentile(samples, (5, 50, 95)))
-    return Timing(median, low, high, len(samples), noisy)
+    fallen = None
+    if clock is not None and clocks and np.median(clocks) < (1 - sm_clock.FALLEN) * clock.top_mhz:
+        fallen = float(np.median(clocks))
+    return Timing(median, low, high, len(samples), noisy, left_out, fallen)
 
 
 def num_sets(set_bytes: int, l2_bytes: int, available_bytes: int) -> int:
@@ -138,6 +184,7 @@ class Replay:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pool = cupy.cuda.MemoryPool()
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
+        self.clock = sm_clock.of_device(cupy.cuda.Device().id)
         # The inputs were written on another stream, and a non-blocking stream waits for none.
         cupy.cuda.Device().synchronize()
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
@@ -172,23 +219,28 @@ class Replay:
         self._graph = None
         self._pool.free_all_blocks()
 
-    def _elapsed_us(self, work: Callable[[], object]) -> float:
+    def _elapsed_us(self, work: Callable[[], object], behind: Callable[[], object] = lambda: None) -> float:
         start, stop = self._events
         start.record(self._stream)
         work()
         stop.record(self._stream)
-        stop.synchronize()
+        behind()
+        self._stream.synchronize()
         return float(1e3 * self._cupy.cuda.get_elapsed_time(start, stop))
 
     def measure(self) -> float:
-        """Replay the graph once and return the microseconds of one call."""
-        return self._elapsed_us(lambda: self._graph.launch(self._stream)) / self.num_calls
+        """Replay the graph once, read the clock, and return the microseconds of one call."""
+        with self._stream:
+            self.clock.mark(0)
+            us = self._elapsed_us(lambda: self._graph.launch(self._stream), lambda: self.clock.mark(1))
+        self.clock.read(us)
+        return us / self.num_calls
 
 
 def replayed(calls: Sequence[Callable[[], object]], sampling: Sampling) -> Timing:
     """Time calls in a CUDA graph; see `Replay`."""
     with Replay(calls, sampling.sample_us) as replay:
-        return sample(replay.measure, sampling)
+        return sample(replay.measure, sampling, replay.clock)
 
 
 class HostLoop:

@@ -110,18 +110,18 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
   for (int part = 0; part < KHead::PARTS; ++part) {
     float sum[KEY_BLOCKS][cfg::ROW_TILES][4];
 #pragma unroll
-    for (int i = 0; i < KEY_BLOCKS; ++i) {
-#pragma unroll
-      for (int n = 0; n < cfg::ROW_TILES; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[i][n][e] = 0.f;
-      }
-    }
-#pragma unroll
     for (int head = 0; head < cfg::TILE_HEADS; ++head) {
       typename K::Keys keys[KEY_BLOCKS];
 #pragma unroll
-      for (int i = 0; i < KEY_BLOCKS; ++i) keys[i].load(tile, i * 16, head * KHead::PARTS + part, key_lane);
+      for (int i = 0; i < KEY_BLOCKS; ++i) {
+        keys[i].load(tile, i * 16, head * KHead::PARTS + part, key_lane);
+        if (head > 0) continue;
+#pragma unroll
+        for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][n][e] = 0.f;
+        }
+      }
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         u32 b[cfg::ROW_TILES][4];

@@ -116,10 +116,9 @@ __device__ __forceinline__ bool is_contiguous(const QuantizeParams& p) {
 // Where the blocks of a tile are.
 struct Source {
   const u8* x;
-  bool in_line;   // one behind the other, from x on
-  i64 offset;     // else, of block lane % 16; past the end the last block is repeated
-  u32 mean[2];    // which blocks of a token blocks g and g + 8 are
-  bool one_mean;  // they are the same in all lanes
+  bool in_line;  // one behind the other, from x on
+  i64 offset;    // else, of block lane % 16; past the end the last block is repeated
+  u32 mean[2];   // which blocks of a token blocks g and g + 8 are
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, bool contiguous, u32 first,
                                     u32 num_blocks, u32 lane) {
@@ -134,7 +133,6 @@ struct Source {
       const u32 in_token = head * tbq4::BLOCKS_PER_ROW + block % tbq4::BLOCKS_PER_ROW;
 #pragma unroll
       for (int r = 0; r < 2; ++r) mean[r] = __shfl_sync(FULL_MASK, in_token, static_cast<int>(lane / 4) + 8 * r);
-      one_mean = __all_sync(FULL_MASK, mean[0] == mean[1]) != 0;
     }
   }
 };
@@ -298,10 +296,9 @@ __device__ __forceinline__ void subtract(float (&y)[2][PER_LANE], float (&sums)[
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const float4 signs = tables.results[i][t];
-    float4 mean;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (r == 0 || !source.one_mean) mean = means.rotated[source.mean[r]][i * 4 + t];
+      const float4 mean = means.rotated[source.mean[r]][i * 4 + t];
       float* four = y[r] + 4 * i;
       four[0] = fmaf(four[0], signs.x, mean.x);
       four[1] = fmaf(four[1], signs.y, mean.y);

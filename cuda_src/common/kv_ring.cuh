@@ -82,7 +82,7 @@ struct TileNorms {
   // `first` is what place() gives.
   __device__ __forceinline__ TileNorms(const u8* tile, u32 first) {
     if constexpr (Kv::NORMS > 0) {
-      constexpr int AT_ONCE = WORDS % 4 == 0 ? 4 : WORDS;
+      constexpr int AT_ONCE = OF_ROW == 1 ? WORDS : 1;  // more would have to be neighboring registers
       struct alignas(4 * AT_ONCE) Vector {
         u32 words[AT_ONCE];
       };
@@ -99,8 +99,10 @@ struct TileNorms {
     if constexpr (Kv::NORMS == 0) {
       return 1.f;
     } else {
-      const int i = (2 * block + half) * OF_ROW + part;
-      return ptx::to_float(Half{static_cast<u16>(words[i / 2] >> (16 * (i % 2)))});
+      // Where parts take turns, only `part` is not known: no index of an array may come from it.
+      const int first = (2 * block + half) * OF_ROW, word = first / 2;
+      const u32 pair = OF_ROW == 4 && part >= 2 ? words[word + 1] : words[word];
+      return ptx::to_float(Half{static_cast<u16>(pair >> (16 * ((first + part) % 2)))});
     }
   }
 };

@@ -11,6 +11,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import cases, inputs, record, roofline, timing
+from bench.clock import SmClock
 from cuattn import _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
@@ -107,6 +108,40 @@ def test_one_outlier_is_not_noise():
 
     assert not found.noisy
     assert found.us == 10.0
+
+
+def clocked(*mhz):
+    """A clock, a timer that is slower at lower clocks and takes these in turn, the last from then on; and pauses."""
+    clock, rest, pauses = SmClock.__new__(SmClock), list(mhz), []
+    clock.mhz, clock.top_mhz = None, 0.0
+
+    def measure():
+        clock.update(rest.pop(0) if len(rest) > 1 else rest[0])
+        return 2e4 / clock.mhz if clock.mhz else 10.0
+
+    return clock, measure, pauses
+
+
+def test_samples_at_a_fallen_clock_are_left_out():
+    clock, measure, pauses = clocked(2000, 1700, 1600, 1990, 1500, 2000)
+    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
+    assert (found.us, found.samples, found.left_out, found.fallen_mhz) == (10.0, 30, 3, None)
+    assert pauses == [0.02, 0.04, 0.02]
+    assert found.notes == ("3 samples at lower clocks left out",)
+
+
+def test_a_clock_that_stays_low_is_told():
+    clock, measure, pauses = clocked(2000, 1600)
+    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
+    assert (found.us, found.left_out, found.fallen_mhz) == (12.5, 8, 1600)
+    assert pauses[-3:] == [0.64, 0.64, 0.64]
+    assert found.notes[-1] == "SMs at 1600 MHz"
+
+
+def test_a_clock_that_cannot_be_is_not_believed():
+    clock, measure, pauses = clocked(2000, -5, 0, 9000)
+    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
+    assert (found.left_out, found.fallen_mhz, pauses) == (0, None, [])
 
 
 def test_median_error_is_the_standard_error_of_the_median():

@@ -136,7 +136,7 @@ FAULTS = {
         CODES, "scale.factor[n][e % 2] * norms[e / 2]", "scale.factor[n][e % 2] * norms[1 - e / 2]"
     ),
     "every block has the norm of the first": in_common(
-        "kv_ring", BLOCKS, "(2 * block + half) * OF_ROW + part;", "(2 * block + half) * OF_ROW;"
+        "kv_ring", BLOCKS, "16 * ((first + part) % 2)", "16 * (first % 2)"
     ),
     "norms in the order of rows": in_common(
         "kv_ring", CODES, "(row % 8 * ROWS + row / 8) * 2 * OF_ROW", "row * 2 * OF_ROW"

@@ -288,17 +288,17 @@ __device__ __forceinline__ void fill(Means& means, const QuantizeParams& p) {
   }
 }
 
-// y <- s2 (y - mean), and the sums of squares of x without the mean. True in the lanes of a block r where this is not
-// exact enough.
+// y <- s2 (y - mean), for means of these blocks of a token, and the sums of squares of x without the mean. True in the
+// lanes of a block r where this is not exact enough.
 __device__ __forceinline__ void subtract(float (&y)[2][PER_LANE], float (&sums)[2], bool (&inexact)[2],
-                                         const Tables& tables, const Means& means, const Source& source, u32 t) {
+                                         const Tables& tables, const Means& means, const u32 (&blocks)[2], u32 t) {
   float squares[2] = {};
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const float4 signs = tables.results[i][t];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float4 mean = means.rotated[source.mean[r]][i * 4 + t];
+      const float4 mean = means.rotated[blocks[r]][i * 4 + t];
       float* four = y[r] + 4 * i;
       four[0] = fmaf(four[0], signs.x, mean.x);
       four[1] = fmaf(four[1], signs.y, mean.y);
@@ -311,7 +311,7 @@ __device__ __forceinline__ void subtract(float (&y)[2][PER_LANE], float (&sums)[
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(squares[r]);
-    inexact[r] = sum < LEAST_PART * means.energy[source.mean[r]];
+    inexact[r] = sum < LEAST_PART * means.energy[blocks[r]];
     sums[r] = sum * (1.f / (UNIT * UNIT * cfg::BLOCK));
   }
 }
@@ -377,13 +377,14 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     } else {
       rotate_floats(y, sums, x, tables, lane);
     }
-    bool by_itself[2] = {};
-    if constexpr (cfg::WITH_MEAN) subtract(y, sums, by_itself, tables, *means, source, t);
+    const u32 mean_blocks[2] = {cfg::WITH_MEAN ? source.mean[0] : 0, cfg::WITH_MEAN ? source.mean[1] : 0};
     __syncwarp();  // all lanes have read the stage
     if (first + step < num_blocks) {
       source = Source(p, shape, contiguous, first + step, num_blocks, lane);
       Input::prefetch(source, stage, lane);
     }
+    bool by_itself[2] = {};
+    if constexpr (cfg::WITH_MEAN) subtract(y, sums, by_itself, tables, *means, mean_blocks, t);
 
     const float scales[2] = {SCALE * tbq4::inverse_norm(sums[0]), SCALE * tbq4::inverse_norm(sums[1])};
     const u32 cells = ptx::smem_addr(tables.cells.cells);

@@ -89,9 +89,8 @@ def codec_config(
     dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool, num_heads: int = 1
 ) -> QuantizeConfig:
     """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device; `num_heads` counts with a mean only."""
-    # A lane has 64 values. The encoder can do with 128 registers: then 16 warps share an SM. With a mean that holds for
-    # sm_90a alone: for the newer ones the compiler would spill.
-    at_most = (2 if with_mean and device.arch != "sm_90a" else 4) if encode else 3
+    # A lane has 64 values. The encoder can do with 128 registers if there is no mean: then 16 warps share an SM.
+    at_most = 3 if with_mean or not encode else 4
     config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=at_most)
     if encode and with_mean:
         # Few configs serve any number of heads.

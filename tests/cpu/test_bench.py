@@ -123,7 +123,7 @@ def clocked(*mhz):
 
 
 def test_samples_at_a_fallen_clock_are_left_out():
-    clock, measure, pauses = clocked(2000, 1700, 1600, 1990, 1500, 2000)
+    clock, measure, pauses = clocked(2000, 1700, 1600, 1800, 1500, 2000)
     found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
     assert (found.us, found.samples, found.left_out, found.fallen_mhz) == (10.0, 30, 3, None)
     assert pauses == [0.02, 0.04, 0.02]

@@ -10,9 +10,9 @@ import numpy as np
 
 from cuattn import _arrays, _jit, _nvrtc
 
-# A clock below the highest one of the run by more than this fraction has fallen. An H200 has 1.98 GHz with little to do,
-# 1.77 to 1.9 in the first hundred milliseconds of any of these kernels, and then 1.6 with those that keep the SMs busy
-# (bench/results/h200-2026-11-30-tbq4-clocks.json).
+# A clock below the highest one of the run by more than this fraction has fallen. An H200 has 1.98 GHz with little to
+# do, 1.77 to 1.9 in the first hundred milliseconds of any of these kernels, and then 1.6 with those that keep the SMs
+# busy (bench/results/h200-2026-11-30-tbq4-clocks.json).
 FALLEN = 0.13
 
 

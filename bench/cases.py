@@ -77,11 +77,12 @@ DEFAULT_TILES = {
     },
     # Beside a table of 64 KB; a tile has about a quarter of the bytes, and norms want four stages.
     "tbq4": {
-        128: (
-            *(Tile(16, stages, 4) for stages in (8, 12)),
+        128: (  # two KV heads a tile
+            Tile(16, 8, 4),
             *(Tile(16, stages, 8) for stages in (4, 6, 8)),
-            *(Tile(32, stages, 4) for stages in (4, 6, 8)),
-            *(Tile(32, stages, 8) for stages in (4, 5, 6)),
+            Tile(16, 4, 12),
+            *(Tile(32, stages, 4) for stages in (4, 6)),
+            *(Tile(32, 4, warps) for warps in (6, 8)),
         ),
         256: (
             *(Tile(16, stages, 4) for stages in (4, 6, 8, 12)),
@@ -153,6 +154,9 @@ class DecodeCase:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             max_kv_len=self.kv_len,
+            adjacent_heads=next(
+                n for n in (4, 2, 1) if n == 1 or (self.formats == "tbq4" and self.num_kv_heads % n == 0)
+            ),
         )
 
     @property
@@ -370,8 +374,11 @@ def substituted_tile(config: _plan.DecodeConfig, tile: Tile | None, device: _pla
     if tile is None:
         yield
         return
-    table: dict[tuple[int, int], Any] = _plan.decode_tiles(device, config.k_format, config.v_format)
-    key = (config.head_dim, config.row_tiles)
+    several = config.tile_heads > 1
+    table: dict[tuple[int, int], Any] = (_plan.heads_tiles if several else _plan.decode_tiles)(
+        device, config.k_format, config.v_format
+    )
+    key = (config.head_dim, config.tile_heads if several else config.row_tiles)
     row = table[key]
     table[key] = replace(row, tile_kv=tile.tile_kv, num_stages=tile.num_stages, num_warps=tile.num_warps)
     _plan.decode_plan.cache_clear()

@@ -30,7 +30,14 @@ class SmClock:
     def __init__(self) -> None:
         cupy = _arrays.import_cupy()
         arch = _arrays.device(cupy.cuda.Device().id).arch
-        self._function = cupy.RawModule(path=str(_cubin(arch))).get_function("clock_kernel")
+        source = Path(__file__).resolve().parent / "clock.cu"
+        compiled = _nvrtc.compile_cubin(source.read_text(), name=source.name, arch=arch, include=_jit.CUDA_SRC)
+        # CuPy loads a cubin when the function is first needed, here for its number of registers.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "clock.cubin"
+            path.write_bytes(compiled.cubin)
+            self._function = cupy.RawModule(path=str(path)).get_function("clock_kernel")
+            self._registers = self._function.num_regs
         self._cycles = cupy.zeros(2, cupy.int64)
         self.mhz: float | None = None
         self.top_mhz = 0.0
@@ -53,15 +60,6 @@ class SmClock:
     def fell(self) -> bool:
         """Whether the last interval had a lower clock than the GPU can have."""
         return self.mhz is not None and self.mhz < (1 - FALLEN) * self.top_mhz
-
-
-@cache
-def _cubin(arch: str) -> Path:
-    path = Path(__file__).resolve().parent / "clock.cu"
-    compiled = _nvrtc.compile_cubin(path.read_text(), name=path.name, arch=arch, include=_jit.CUDA_SRC)
-    target = Path(tempfile.mkdtemp(prefix="cuattn-bench-")) / "clock.cubin"
-    target.write_bytes(compiled.cubin)
-    return target
 
 
 @cache

@@ -184,6 +184,7 @@ class Replay:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pool = cupy.cuda.MemoryPool()
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
+        self._around = cupy.cuda.Event(), cupy.cuda.Event()
         self.clock = sm_clock.of_device(cupy.cuda.Device().id)
         # The inputs were written on another stream, and a non-blocking stream waits for none.
         cupy.cuda.Device().synchronize()
@@ -192,7 +193,7 @@ class Replay:
             for call in calls:
                 call()
             self._stream.synchronize()
-            once = self._elapsed_us(lambda: [call() for call in calls])
+            once = self._elapsed_us(lambda: [call() for call in calls], self._events)
             repeats = max(1, math.ceil(sample_us / max(once, 1.0)))
             self._stream.begin_capture()
             try:
@@ -219,22 +220,27 @@ class Replay:
         self._graph = None
         self._pool.free_all_blocks()
 
-    def _elapsed_us(self, work: Callable[[], object], behind: Callable[[], object] = lambda: None) -> float:
-        start, stop = self._events
+    def _elapsed_us(self, work: Callable[[], object], events: tuple[Any, Any]) -> float:
+        start, stop = events
         start.record(self._stream)
         work()
         stop.record(self._stream)
-        behind()
-        self._stream.synchronize()
+        stop.synchronize()
         return float(1e3 * self._cupy.cuda.get_elapsed_time(start, stop))
 
     def measure(self) -> float:
         """Replay the graph once, read the clock, and return the microseconds of one call."""
-        with self._stream:
+        found = []
+
+        def between_marks() -> None:
             self.clock.mark(0)
-            us = self._elapsed_us(lambda: self._graph.launch(self._stream), lambda: self.clock.mark(1))
-        self.clock.read(us)
-        return us / self.num_calls
+            found.append(self._elapsed_us(lambda: self._graph.launch(self._stream), self._events))
+            self.clock.mark(1)
+
+        with self._stream:
+            # Around the marks, so that what the host waits for counts in cycles and in microseconds.
+            self.clock.read(self._elapsed_us(between_marks, self._around))
+        return found[0] / self.num_calls
 
 
 def replayed(calls: Sequence[Callable[[], object]], sampling: Sampling) -> Timing:

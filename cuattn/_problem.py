@@ -22,8 +22,8 @@ def norm_bytes(kv_format: KvFormat, head_dim: int) -> int:
 class DecodeProblem:
     """Sizes of one decode call.
 
-    `max_kv_len` is the capacity of a sequence: its length is known to the device only. So many KV heads, of K and of V,
-    that `adjacent_heads` is a multiple of their number can be read together.
+    `max_kv_len` is the capacity of a sequence: its length is known to the device only. Of `adjacent_heads` KV heads, in
+    K and in V, the rows stand side by side and can be read together, and so of each divisor of that number.
     """
 
     dtype: Dtype

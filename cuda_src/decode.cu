@@ -3,7 +3,7 @@
 //
 //   grid   (num_kv_heads, num_splits * row blocks, batch)      block  NUM_WARPS * 32
 //   CTA    up to ROWS query rows of one KV head, one split of their keys; row = token * group + head of the group
-//          With TILE_HEADS > 1, of that many KV heads, each with its share of the rows: grid.x has as many less.
+//          With TILE_HEADS > 1, of that many KV heads, each with its share of the rows; grid.x counts such groups.
 //   warp   every NUM_WARPS-th step of TILE_KV keys, an online softmax of its own; the warps merge at the end
 //
 // Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V

@@ -72,10 +72,9 @@ def caches(k_cache: Cache, v_cache: Cache, q: Array, *, paged: bool) -> None:
             f"got {num_qo_heads} query heads and {num_kv_heads} KV heads of k_cache"
         )
         raise ValueError(msg)
-    for name, what, n in (("q", "batch", batch), ("k_cache", "number of KV heads", num_kv_heads)):
-        if n > _plan.MAX_GRID_YZ:
-            msg = f"{name} must have a {what} of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {n}"
-            raise ValueError(msg)
+    if batch > _plan.MAX_GRID_YZ:
+        msg = f"q must have a batch of at most {_plan.MAX_GRID_YZ}, the limit of a CUDA grid, got {batch}"
+        raise ValueError(msg)
     if not paged and k_cache.num_pages != batch:
         msg = f"k_cache must have batch {batch} as q (it is dense: page_table is None), got shape {k_cache.shape}"
         raise ValueError(msg)

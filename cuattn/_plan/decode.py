@@ -10,7 +10,7 @@ import numpy as np
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
-from cuattn._plan.base import MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
+from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._plan.tiles import decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
@@ -304,8 +304,8 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     """Choose the number of splits and say why.
 
     As many as run at once, of those that keep the SMs within 5 % as busy as the best number does: measured on an H200,
-    two resident CTAs an SM read faster than one (docs/decode.md). Where sequences and heads are more than run at once,
-    the fewest. A split has at least two steps a warp, so that the pipeline fills; with TBQ4, whose steps take longer,
+    two resident CTAs an SM read faster than one (docs/decode.md). Where none of those runs at once, the fewest of them.
+    A split has at least two steps a warp, so that the pipeline fills; with TBQ4, whose steps take longer,
     one step.
 
     Parameters
@@ -353,7 +353,7 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     Raises
     ------
     ValueError
-        If the device has too little shared memory.
+        If the device has too little shared memory, or a grid cannot have so many splits.
     """
     config = decode_config(problem, device)
     if config.smem_bytes > device.smem_per_block:
@@ -362,5 +362,11 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
             f"{device.name} gives {device.smem_per_block}"
         )
     if num_splits is not None:
-        return DecodePlan(problem, device, config, num_splits, "asked for")
+        plan = DecodePlan(problem, device, config, num_splits, "asked for")
+        if plan.grid[1] > MAX_GRID_YZ:
+            raise ValueError(
+                f"num_splits must be at most {MAX_GRID_YZ // plan.row_blocks} for {problem.rows} query rows a KV head, "
+                f"as a CUDA grid has at most {MAX_GRID_YZ} blocks in y, got {num_splits}"
+            )
+        return plan
     return DecodePlan(problem, device, config, *choose_splits(problem, config, device))

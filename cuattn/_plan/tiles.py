@@ -99,8 +99,8 @@ _MIXED_SMALL = {
     (512, 1): DecodeTile(16, 4, 1, 128),
 }
 # TBQ4 for K and V, one row tile, by (head_dim, tile_heads). With short rows, or few query rows a head, several KV heads
-# stand side by side in a tile: rows of 128 bytes instead of 64 or 32, and no column of an mma for padding. Measured at
-# head_dim 128; 64 by analogy.
+# stand side by side in a tile: rows of 128 bytes instead of 64 or 32, and no column of an mma for padding. Measured on
+# an H200 (docs/decode.md).
 _TBQ4_HEADS_LARGE = {
     (64, 2): DecodeTile(32, 4, 12, 256),
     (64, 4): DecodeTile(32, 4, 8, 256),

@@ -108,7 +108,7 @@ struct Tbq4Writer {
   __device__ __forceinline__ explicit Tbq4Writer(u8* smem)
       : cells(*reinterpret_cast<tbq4::Cells*>(smem)), signs(cfg::SIGNS1, cfg::SIGNS2, threadIdx.x % LANES) {
     reinterpret_cast<tbq4::Cells*>(smem)->fill(threadIdx.x, cfg::NUM_WARPS * WARP);
-    __syncthreads();  // the tables are there
+    __syncthreads();  // the table is there
   }
 
   template <class In>

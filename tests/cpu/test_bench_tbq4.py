@@ -318,9 +318,10 @@ def test_sweeps_take_formats_and_default_tiles_fit_an_h200():
             assert replace(config, **asdict(tile)).smem_bytes <= H200.smem_per_block, (case.head_dim, str(tile))
 
 
+@pytest.mark.parametrize("heads", [(24, 4, 256), (32, 8, 128), (16, 8, 64)])
 @pytest.mark.parametrize("formats", cases.FORMATS)
-def test_a_substituted_tile_keeps_the_stride_of_the_table_of_levels(formats):
-    problem = cases.DecodeCase(1, 32768, 24, 4, 256, formats=formats).problem
+def test_a_substituted_tile_keeps_the_stride_of_the_table_of_levels(formats, heads):
+    problem = cases.DecodeCase(1, 32768, *heads, formats=formats).problem
     before = _plan.decode_plan(problem, H200).config
     tile = cases.Tile(before.tile_kv, 2, before.num_warps)
 

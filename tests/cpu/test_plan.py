@@ -151,6 +151,8 @@ def aligned(shape, offset):
         (4, 0, lambda x: x[:, :, ::-1], 1),
         (4, 0, lambda x: x.swapaxes(1, 2), 1),
         (4, 0, lambda x: x[:, ::2], 4),
+        (5, 0, lambda x: x[:, :, :4], 1),
+        (6, 0, lambda x: x[:, :, :4], 2),
     ],
 )
 def test_heads_are_adjacent_if_their_rows_and_norms_are(num_kv_heads, offset, change, adjacent):
@@ -158,6 +160,14 @@ def test_heads_are_adjacent_if_their_rows_and_norms_are(num_kv_heads, offset, ch
     codes = np.zeros((*norms.shape[:-1], 64), np.uint8)
     assert Cache(change(codes), change(norms), kv_format=KvFormat.TBQ4).adjacent_heads == adjacent
     assert Cache(np.zeros((2, 4, 4, 64), np.float16)).adjacent_heads == 1
+
+
+def test_more_splits_than_a_grid_has_blocks_are_refused():
+    """1024 query rows of a KV head in blocks of eight."""
+    problem = DecodeProblem(Dtype.FP16, *BOTH_RAW, 1, 16, 64, 1, 512, 2**20)
+    assert _plan.decode_plan(problem, DEVICES["sm_90a"], 511).grid == (1, 511 * 128, 1)
+    with pytest.raises(ValueError, match=r"num_splits must be at most 511 for 1024 query rows .* got 512"):
+        _plan.decode_plan(problem, DEVICES["sm_90a"], 512)
 
 
 def test_an_unknown_gpu_is_planned_by_its_numbers():

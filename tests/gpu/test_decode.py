@@ -455,7 +455,7 @@ def test_an_empty_batch_and_an_empty_cache_give_empty_results(num_splits: int | 
 
 @pytest.mark.parametrize("shape", [(70000, 1), (1, 70000)], ids=["sequences", "heads"])
 def test_more_rows_than_a_grid_has_blocks_along_z_are_decoded_or_refused(shape: tuple[int, int]) -> None:
-    """CUDA's limit on the second and third axis of a grid is 65535; a message must say so."""
+    """CUDA's limit on the third axis of a grid, that of sequences, is 65535; a message must say so."""
     problem = Problem(kv_len=(0, 1, 2, 2, 1, 2, 0), group=2, seed=1)
     q, k_cache, v_cache, kv_len = (np.resize(x, (70000, *x.shape[1:])) for x in problem.arrays())
     small = decode(problem, num_splits=1)

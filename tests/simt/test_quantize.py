@@ -154,6 +154,14 @@ def test_a_mean_may_be_any_multiple_of_what_is_left(head_dim, dtype):
     assert_blocks(x, *product.quantize(x, mean), mean=mean)
 
 
+def test_a_block_that_is_encoded_by_itself_is_clamped_once():
+    rng = np.random.default_rng(4)
+    mean = (1e8 * rng.standard_normal((2, 128))).astype(np.float32)
+    x = (1e5 * rng.standard_normal((9, 2, 128)) + mean).astype(np.float32)
+    assert product.quantize(x, mean)[2] == 18
+    assert_blocks(x, *product.quantize(x, mean), mean=mean)
+
+
 @every_dtype
 def test_rows_equal_to_their_mean_are_zeros(dtype):
     mean = np.random.default_rng(1).standard_normal((3, 128)).astype(DTYPES[dtype]).astype(np.float32)

@@ -90,6 +90,47 @@ def test_heads_side_by_side_in_a_tile_obey_the_error_law(
     assert_decode(problem, *product.decode(problem, num_splits=2, seed=2))
 
 
+@pytest.mark.parametrize(("head_dim", "num_kv_heads", "group", "together"), [(64, 8, 2, 4), (128, 4, 3, 2)])
+def test_planes_of_heads_side_by_side_may_have_other_outer_strides(
+    head_dim: int, num_kv_heads: int, group: int, together: int
+) -> None:
+    problem = replace(BOTH, kv_len=(700, 33), head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, page_size=16)
+    q, k, v, kv_len = problem.arrays()
+    options = problem.options()
+    caches = [
+        changed(x, codes=x.codes.repeat(2, axis=1)[:, 1::2], norms=x.norms.repeat(3, axis=0)[1::3]) for x in (k, v)
+    ]
+    plan = plan_decode(q, *caches, kv_len, page_table=options["page_table"])
+    assert plan.config.tile_heads == together
+    want = product.decode_arrays(q, k, v, kv_len, **options)
+    assert_same_bits(product.decode_arrays(q, *caches, kv_len, **options), want)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads", "group", "together"), [(64, 8, 2, 4), (128, 4, 3, 2)])
+def test_what_is_not_finite_stays_in_its_head_of_a_tile(
+    head_dim: int, num_kv_heads: int, group: int, together: int, value: float
+) -> None:
+    """A norm of K, a norm of V, a value of q, or of a mean, of the second head."""
+    problem = replace(BOTH, kv_len=(300, 7), head_dim=head_dim, num_kv_heads=num_kv_heads, group=group)
+    q, k, v, kv_len = problem.arrays()
+    assert plan_decode(q, k, v, kv_len).config.tile_heads == together
+    want = product.decode_arrays(q, k, v, kv_len)
+    others = np.arange(num_kv_heads * group) // group != 1
+    for which in ("k norms", "v norms", "q", "k mean", "v mean"):
+        arrays = [q.copy(), k, v, kv_len]
+        if which == "q":
+            arrays[0][:, group : 2 * group, 5] = value
+        else:
+            index, part = 1 + "kv".index(which[0]), which[2:]
+            spoiled = getattr(arrays[index], part).copy()
+            spoiled[(0, 150, 1, 0) if part == "norms" else (1, 5)] = value
+            arrays[index] = changed(arrays[index], **{part: spoiled})
+        out, lse = product.decode_arrays(*arrays)
+        assert not np.isfinite(out[0, 0, ~others]).all(), which
+        assert_same_bits((out[:, :, others], lse[:, :, others]), (want[0][:, :, others], want[1][:, :, others]))
+
+
 @pytest.mark.parametrize("plane", ["codes", "norms"])
 @pytest.mark.parametrize("which", [1, 2])
 def test_heads_that_are_apart_have_tiles_of_their_own(which: int, plane: str) -> None:

@@ -8,7 +8,7 @@
 extern "C" __global__ void search(const float* u, u32* same, u32* opposite, int n) {
   tbq4::Cells& cells = *reinterpret_cast<tbq4::Cells*>(ptx::dynamic_smem());
   cells.fill(threadIdx.x, blockDim.x);
-  __syncthreads();  // the tables are there
+  __syncthreads();  // the table is there
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     float eight[8];
     for (int j = 0; j < 8; ++j) eight[j] = u[8 * i + j];
@@ -32,7 +32,7 @@ extern "C" __global__ void lengths(const u32* codes, float* lengths, int n) {
 extern "C" __global__ void encode(const float* x, u32* codes, u16* norms, int* clamped, int n) {
   tbq4::Cells& cells = *reinterpret_cast<tbq4::Cells*>(ptx::dynamic_smem());
   cells.fill(threadIdx.x, blockDim.x);
-  __syncthreads();  // the tables are there
+  __syncthreads();  // the table is there
   const int sub = threadIdx.x % tbq4::LANES;
   const tbq4::Signs<tbq4::LANES> signs(cfg::SIGNS1, cfg::SIGNS2, sub);
   constexpr int WORDS = tbq4::CODE_BYTES / 4;

@@ -80,7 +80,7 @@ FAULTS = {
     "a mean that stays": ("kv/writer.cuh", "if (side.mean != nullptr)", "if (false)"),
     "a mean of another head": ("kv/writer.cuh", "slot.head * cfg::HEAD_DIM", "0"),
     "another slot of the page": ("append.cu", "pages.slot(position)", "pages.slot(position ^ 1)"),
-    "a missing barrier": ("kv/writer.cuh", "__syncthreads();  // the tables are there", ""),
+    "a missing barrier": ("kv/writer.cuh", "__syncthreads();  // the table is there", ""),
 }
 
 

@@ -8,10 +8,12 @@ from cuattn import _jit, _nvrtc, _plan
 
 # NVRTC leaves the interpreter lock while it compiles.
 WORKERS = 2
+# Blocks of means: with a larger table fewer CTAs share the registers.
+SMALL_TABLE = 16
 
 
 def unique(device):
-    """Every config for an H200; for other GPUs those that differ from another in more than a conversion."""
+    """Every config for an H200; for other GPUs those that differ in more than a conversion or the size of a table."""
     configs = list(dict.fromkeys(_plan.shipped_configs(device)))
     if device.arch == "sm_90a":
         return configs
@@ -20,7 +22,7 @@ def unique(device):
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
         "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype),
         "append": lambda c: c.k_format is not c.v_format,
-        "quantize": lambda c: c.dtype is fp16,
+        "quantize": lambda c: c.dtype is fp16 or c.mean_blocks > SMALL_TABLE,
         "dequantize": lambda c: c.dtype is fp16,
     }
     return [c for c in configs if not alike[c.kernel](c)]

@@ -154,9 +154,7 @@ class DecodeCase:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             max_kv_len=self.kv_len,
-            adjacent_heads=next(
-                n for n in (4, 2, 1) if n == 1 or (self.formats == "tbq4" and self.num_kv_heads % n == 0)
-            ),
+            adjacent_heads=math.gcd(self.num_kv_heads, 4) if self.formats == "tbq4" else 1,
         )
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
-from cuattn import _arrays, _jit, _nvrtc
+from cuattn import _arrays
+
+from . import kernels
 
 # A clock below the highest one of the run by more than this fraction has fallen. An H200 has 1.98 GHz with little to
 # do, 1.77 to 1.9 in the first hundred milliseconds of any of these kernels, and then 1.6 with those that keep the SMs
@@ -30,14 +30,7 @@ class SmClock:
     def __init__(self) -> None:
         cupy = _arrays.import_cupy()
         arch = _arrays.device(cupy.cuda.Device().id).arch
-        source = Path(__file__).resolve().parent / "clock.cu"
-        compiled = _nvrtc.compile_cubin(source.read_text(), name=source.name, arch=arch, include=_jit.CUDA_SRC)
-        # CuPy loads a cubin when the function is first needed, here for its number of registers.
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "clock.cubin"
-            path.write_bytes(compiled.cubin)
-            self._function = cupy.RawModule(path=str(path)).get_function("clock_kernel")
-            self._registers = self._function.num_regs
+        self._function = kernels.loaded("clock", kernels.compiled("clock", arch).cubin)
         self._cycles = cupy.zeros(2, cupy.int64)
         self.mhz: float | None = None
         self.top_mhz = 0.0

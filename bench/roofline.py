@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cuattn import _arrays, _jit, _nvrtc, _plan
+from cuattn import _arrays, _plan
 
-from . import timing
+from . import kernels, timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cuattn import _nvrtc
     from cuattn._arrays import Array
 
     from .timing import Sampling, Timing
 
-_FOLDER = Path(__file__).resolve().parent
 # Loads of 16 bytes that a thread has in flight: with four a thread needs 32 registers or fewer, so that an SM holds
 # 2048 of them and has 128 KB in flight, several times what it needs.
 _UNROLL = 4
@@ -39,9 +37,7 @@ def decode_traffic(problem: _plan.DecodeProblem) -> tuple[int, int]:
 
 def compile_roof(name: str, arch: str) -> _nvrtc.Compiled:
     """Compile read.cu or copy.cu for an architecture."""
-    path = _FOLDER / f"{name}.cu"
-    source = f"constexpr int UNROLL = {_UNROLL};\n{path.read_text()}"
-    return _nvrtc.compile_cubin(source, name=path.name, arch=arch, include=_jit.CUDA_SRC)
+    return kernels.compiled(name, arch, f"constexpr int UNROLL = {_UNROLL};\n")
 
 
 class _Roof:
@@ -52,13 +48,8 @@ class _Roof:
     def __init__(self) -> None:
         cupy = _arrays.import_cupy()
         self._device = _arrays.device(cupy.cuda.Device().id)
-        compiled = compile_roof(self.name, self._device.arch)
-        # CuPy loads a cubin when the function is first needed, here for its number of registers.
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{self.name}.cubin"
-            path.write_bytes(compiled.cubin)
-            self._function = cupy.RawModule(path=str(path)).get_function(f"{self.name}_kernel")
-            self.registers = self._function.num_regs
+        self._function = kernels.loaded(self.name, compile_roof(self.name, self._device.arch).cubin)
+        self.registers = self._function.num_regs
 
     def _grid(self, nbytes: int, threads: int, blocks_per_sm: int | None) -> tuple[int]:
         if blocks_per_sm is None:

@@ -10,7 +10,7 @@ from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, align, ceil_div
 
 # Blocks of a token that the smallest table of rotated means has place for.
-_MIN_MEAN_BLOCKS = 16
+MIN_MEAN_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def codec_config(
     config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=at_most)
     if encode and with_mean:
         # Few configs serve any number of heads.
-        wanted = max(_MIN_MEAN_BLOCKS, 1 << (num_heads * (head_dim // config.block) - 1).bit_length())
+        wanted = max(MIN_MEAN_BLOCKS, 1 << (num_heads * (head_dim // config.block) - 1).bit_length())
         with_table = replace(config, mean_blocks=wanted)
         if with_table.smem_bytes <= device.smem_per_block:
             config = with_table

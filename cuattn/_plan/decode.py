@@ -14,6 +14,8 @@ from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, REGISTERS_PER_SM, WARP, a
 from cuattn._plan.tiles import decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
+# Query rows of a row tile, the N of an mma.
+_TILE_ROWS = 8
 # Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168.
 _Q_REGISTER_LIMIT = 128
 _WARPS_OF_255_REGISTERS = 8
@@ -79,7 +81,7 @@ class DecodeConfig:
     @property
     def rows(self) -> int:
         """Query rows of a CTA."""
-        return 8 * self.row_tiles
+        return _TILE_ROWS * self.row_tiles
 
     @property
     def head_rows(self) -> int:
@@ -218,10 +220,10 @@ def decode_config(problem: DecodeProblem, device: Device) -> DecodeConfig:
     together = [
         n
         for dim, n in heads_tiles(device, *formats)
-        if dim == head_dim and n * problem.rows <= 8 and problem.adjacent_heads % n == 0  # noqa: PLR2004  a row tile
+        if dim == head_dim and n * problem.rows <= _TILE_ROWS and problem.adjacent_heads % n == 0
     ]
     choices = sorted(n for dim, n in decode_tiles(device, *formats) if dim == head_dim)
-    row_tiles = next((n for n in choices if 8 * n >= problem.rows), choices[-1])
+    row_tiles = next((n for n in choices if _TILE_ROWS * n >= problem.rows), choices[-1])
     return config_of(problem.dtype, *formats, head_dim, row_tiles, device, tile_heads=max(together, default=1))
 
 

@@ -5,11 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cuattn import _jit, _nvrtc, _plan
+from cuattn._plan.codec import MIN_MEAN_BLOCKS
 
 # NVRTC leaves the interpreter lock while it compiles.
 WORKERS = 2
-# Blocks of means: with a larger table fewer CTAs share the registers.
-SMALL_TABLE = 16
 
 
 def unique(device):
@@ -18,11 +17,12 @@ def unique(device):
     if device.arch == "sm_90a":
         return configs
     fp16 = _plan.Dtype.FP16
+    # With a larger table of means fewer CTAs share the registers.
     alike = {
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
         "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype),
         "append": lambda c: c.k_format is not c.v_format,
-        "quantize": lambda c: c.dtype is fp16 or c.mean_blocks > SMALL_TABLE,
+        "quantize": lambda c: c.dtype is fp16 or c.mean_blocks > MIN_MEAN_BLOCKS,
         "dequantize": lambda c: c.dtype is fp16,
     }
     return [c for c in configs if not alike[c.kernel](c)]

@@ -14,7 +14,7 @@ import numpy as np
 
 import cuattn
 
-from . import cases, readme, record, tbq4, timing
+from . import cases, prefill, readme, record, tbq4, timing
 from .run import Run, Variant
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "command", nargs="?", default="decode", choices=("decode", "tbq4", "splits", "tiles", "first-use", "readme"),
-        help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; splits:"
-        " decode for several numbers of splits; tiles: decode with other tiles; first-use: the first call of this"
-        " process, as JSON (decode runs it); readme: write README's table from the newest record of tbq4, without GPU",
+        "command", nargs="?", default="decode",
+        choices=("decode", "tbq4", "prefill", "splits", "tiles", "first-use", "readme"),
+        help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; prefill:"
+        " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
+        " tiles: decode with other tiles; first-use: the first call of this process, as JSON (decode runs it); readme:"
+        " write README's tables from the newest records of tbq4 and prefill, without GPU",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(cases.DTYPES))
     parser.add_argument(
@@ -118,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return first_use_child(options)
     if options.command == "readme":
         try:
-            print(readme.write(timing.ROOT / "README.md", options.out))
-        except FileNotFoundError as error:
+            print(*readme.write(timing.ROOT / "README.md", options.out), sep="\n")
+        except (FileNotFoundError, ValueError) as error:
             print(error, file=sys.stderr)
             return 1
         return 0
@@ -127,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "tbq4":
             tbq4.measure(run)
+        elif options.command == "prefill":
+            prefill.measure(run)
         elif options.command == "decode":
             run.launch()
             all_cases = cases.decode_cases(options.dtype, options.page_size)

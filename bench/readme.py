@@ -1,4 +1,4 @@
-"""README's table of decode on a 4-bit cache, from the newest record of the topic tbq4."""
+"""README's tables of decode on a 4-bit cache and of prefill, from the newest records of the topics tbq4 and prefill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_BLOCK = re.compile(r"(<!-- bench:tbq4 -->\n).*?(<!-- /bench -->)", re.DOTALL)
-_NAME = re.compile(r".+-(\d{4}-\d{2}-\d{2})-tbq4(?:-(\d+))?\.json")
+TOPICS = ("tbq4", "prefill")
+_NAME = re.compile(r".+-(\d{4}-\d{2}-\d{2})-(" + "|".join(TOPICS) + r")(?:-(\d+))?\.json")
 # docs/tbq4.md, "Sinks and recent tokens".
 _ERROR = (
     "Error of the attention output, K and V in TBQ4, on queries, keys and values of SmolLM2 (layers 0, 15, 29): 5.7 %, "
@@ -22,6 +22,22 @@ _HEADER = (
     "| query/KV heads | head_dim | batch | keys | bytes a token | us | of the read roof | 16-bit us | ratio |",
     "|---|---|---|---|---|---|---|---|---|",
 )
+_PROMPT_HEADER = (
+    "| query/KV heads | head_dim | dtype | mask | prompts | us | TFLOP/s | of cuBLAS | FlashAttention-2 | cuDNN |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+_CHUNK_HEADER = (
+    "| query/KV heads | head_dim | new | keys | 16 bits: us | TFLOP/s | dense | TBQ4: us | TFLOP/s | dense | speed |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+)
+_PROMPT_INTRO = (
+    "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers, which PyTorch "
+    "calls in the same run\n(cuDNN without lse). window:L,R: a token sees so many keys before and after its own."
+)
+_CHUNK_INTRO = (
+    "Chunks of a prompt, or new turns of a conversation: one sequence whose new tokens attend to a cache of all, "
+    'causal.\nPages are shuffled; "dense" are us without pages; speed is 16-bit time by TBQ4 time, both paged.'
+)
 _INTRO = (
     "One query token, bfloat16, K and V in TBQ4, merge included. Bytes are those of a token and KV head, K and V; the "
     "read roof is for\nas many bytes as the 4-bit cache has; ratio is 16-bit time by 4-bit time."
@@ -29,10 +45,10 @@ _INTRO = (
 Row = dict[str, Any]
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest record of the topic, None if there is none."""
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return max(found, key=lambda item: (item[0][1], int(item[0][2] or 1)), default=(None, None))[1]
+def newest(folder: Path, topic: str = "tbq4") -> Path | None:
+    """Return the newest record of a topic, None if there is none."""
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and match[2] == topic]
+    return max(found, key=lambda item: (item[0][1], int(item[0][3] or 1)), default=(None, None))[1]
 
 
 def _decodes(rows: list[Row]) -> list[Row]:
@@ -93,6 +109,71 @@ def _codec(rows: list[Row]) -> Iterator[str]:
             )
 
 
+def _tbq4(rows: list[Row]) -> Iterator[str]:
+    yield from ("### Decode on a 4-bit cache", "", _INTRO, "", *_table(rows))
+    if variants := list(_variants(rows)):
+        head = next(row for row in rows if row["impl"] == "separate")
+        yield from (
+            "",
+            f"{head['q_heads']}/{head['kv_heads']} heads, head_dim {head['head_dim']}, {head['kv_len']:,} keys, us:",
+            "",
+            *(f"- {variant}" for variant in variants),
+        )
+    if codec := list(_codec(rows)):
+        heading = "| | rows | cache | head_dim | us | TB/s read and written | of the copy roof |"
+        yield from ("", heading, "|---|---|---|---|---|---|---|", *codec)
+
+
+def _tflops(row: Row | None) -> str:
+    return "" if row is None else f"{row['flops'] / row['us'] / 1e6:.0f}"
+
+
+def _us(row: Row | None) -> str:
+    return "" if row is None else f"{row['us']:.0f}"
+
+
+def _prompts(rows: list[Row]) -> Iterator[str]:
+    """Yield whole prompts, each beside its peers."""
+    yield from _PROMPT_HEADER
+    names = ("dtype", "q_heads", "kv_heads", "head_dim", "batch", "seqlen_q", "kv_len", "mask")
+    peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in ("fa2", "cudnn")}
+    for row in rows:
+        if row["impl"] != "cuattn" or row["seqlen_q"] != row["kv_len"]:
+            continue
+        value_dim = re.search(r"value_dim (\d+)", row["note"])
+        dims = f"{row['head_dim']}" + (f"/{value_dim[1]}" if value_dim else "")
+        others = (peers.get((impl, *(row[name] for name in names))) for impl in ("fa2", "cudnn"))
+        yield (
+            f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
+            f"| {row['batch']} x {row['seqlen_q']:,} | {_us(row)} | {_tflops(row)} "
+            f"| {_percent(row) if row['roof_us'] else ''} | {' | '.join(map(_tflops, others))} |"
+        )
+
+
+def _chunks(rows: list[Row]) -> Iterator[str]:
+    """Yield chunks against a cache, of both formats and in both layouts side by side."""
+    found: dict[tuple[Any, ...], dict[tuple[bool, bool], Row]] = {}
+    for row in rows:
+        if row["impl"] == "cuattn" and row["seqlen_q"] < row["kv_len"]:
+            key = tuple(row[name] for name in ("q_heads", "kv_heads", "head_dim", "seqlen_q", "kv_len", "dtype"))
+            variant = (row["kv"] == "tbq4", "page " in row["note"])
+            found.setdefault(key, {})[variant] = row
+    for (q_heads, kv_heads, head_dim, seqlen_q, kv_len, _), variants in found.items():
+        wide, tbq4 = variants.get((False, True)), variants.get((True, True))
+        speed = f"{wide['us'] / tbq4['us']:.2f}" if wide and tbq4 else ""
+        cells = (_us(wide), _tflops(wide), _us(variants.get((False, False))), _us(tbq4), _tflops(tbq4),
+                 _us(variants.get((True, False))), speed)  # fmt: skip
+        yield f"| {q_heads}/{kv_heads} | {head_dim} | {seqlen_q:,} | {kv_len:,} | {' | '.join(cells)} |"
+
+
+def _prefill(rows: list[Row]) -> Iterator[str]:
+    yield from ("### Prefill", "", _PROMPT_INTRO, "", *_prompts(rows))
+    if product := next((row for row in rows if row["impl"] == "cublas"), None):
+        yield from ("", f"cuBLAS, {product['note'].split(';')[0]}, {product['dtype']}: {_tflops(product)} TFLOP/s.")
+    if chunks := list(_chunks(rows)):
+        yield from ("", _CHUNK_INTRO, "", *_CHUNK_HEADER, *chunks)
+
+
 def block(record: dict[str, Any], name: str) -> str:
     """Return what stands between the marks for a record.
 
@@ -107,48 +188,53 @@ def block(record: dict[str, Any], name: str) -> str:
     -------
     str
     """
-    env, rows = record["env"], record["rows"]
-    lines = ["### Decode on a 4-bit cache", "", _INTRO, ""]
-    lines += _table(rows)
-    if variants := list(_variants(rows)):
-        head = next(row for row in rows if row["impl"] == "separate")
-        lines += [
-            "",
-            f"{head['q_heads']}/{head['kv_heads']} heads, head_dim {head['head_dim']}, {head['kv_len']:,} keys, us:",
-            "",
-            *(f"- {variant}" for variant in variants),
-        ]
-    if codec := list(_codec(rows)):
-        heading = "| | rows | cache | head_dim | us | TB/s read and written | of the copy roof |"
-        lines += ["", heading, "|---|---|---|---|---|---|---|", *codec]
+    env = record["env"]
+    tbq4 = _topic(name) == "tbq4"
     clean = "" if env["clean"] else " (changed)"
-    source = f"{env['gpu']}, {env['date'][:10]}, commit {env['commit'][:7]}{clean}, `bench/results/{name}`"
-    lines += ["", f"{source}; written by `python -m bench readme`.", "", _ERROR]
+    peers = f", {env['peers']}" if "peers" in env else ""
+    source = f"{env['gpu']}{peers}, {env['date'][:10]}, commit {env['commit'][:7]}{clean}, `bench/results/{name}`"
+    lines = [*(_tbq4 if tbq4 else _prefill)(record["rows"]), "", f"{source}; written by `python -m bench readme`."]
+    if tbq4:
+        lines += ["", _ERROR]
     return "\n".join(lines) + "\n"
 
 
+def _topic(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        msg = f"a record must be named *-DATE-{' or *-DATE-'.join(TOPICS)}.json, got {name}"
+        raise ValueError(msg)
+    return match[2]
+
+
 def updated(text: str, path: Path) -> str:
-    """Return README's text with the table of a record."""
+    """Return README's text with the tables of a record, between the marks of its topic."""
+    marks = re.compile(rf"(<!-- bench:{_topic(path.name)} -->\n).*?(<!-- /bench -->)", re.DOTALL)
     new = block(json.loads(path.read_text()), path.name)
-    result, count = _BLOCK.subn(lambda match: match[1] + new + match[2], text)
+    result, count = marks.subn(lambda match: match[1] + new + match[2], text)
     if count != 1:
-        msg = f"README.md must have one block that matches {_BLOCK.pattern!r}, got {count}"
+        msg = f"README.md must have one block that matches {marks.pattern!r}, got {count}"
         raise ValueError(msg)
     return result
 
 
-def write(readme: Path, results: Path) -> Path:
-    """Bring README up to date and return the record that it shows.
+def write(readme: Path, results: Path) -> list[Path]:
+    """Bring README up to date and return the records that it shows.
 
     Raises
     ------
     FileNotFoundError
         If there is no record.
+    ValueError
+        If README has no place for one.
     """
-    path = newest(results)
-    if path is None:
-        msg = f"no record *-tbq4.json in {results}: run python -m bench tbq4 first"
+    paths = [path for topic in TOPICS if (path := newest(results, topic)) is not None]
+    if not paths:
+        names, commands = (" or ".join(text + topic for topic in TOPICS) for text in ("*-", "python -m bench "))
+        msg = f"no record {names} in {results}: run {commands} first"
         raise FileNotFoundError(msg)
     text = readme.read_text()
-    readme.write_text(updated(text, path))
-    return path
+    for path in paths:
+        text = updated(text, path)
+    readme.write_text(text)
+    return paths

@@ -43,8 +43,8 @@ class Row:
 
     Attributes
     ----------
-    op : {"decode", "launch", "compile", "load", "quantize", "dequantize", "append"}
-    impl : {"cuattn", "read", "copy", "separate"}
+    op : {"decode", "prefill", "launch", "compile", "load", "quantize", "dequantize", "append"}
+    impl : {"cuattn", "read", "copy", "separate", "cublas", "fa2", "cudnn"}
     dtype, kv, head_dim, q_heads, kv_heads, batch, seqlen_q, kv_len, mask
         The problem.
     us, us_p5, us_p95 : float
@@ -216,9 +216,13 @@ def _cells(line: Row) -> tuple[str, ...]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, one line each below a heading."""
-    lines = [_HEADINGS, *(_cells(line) for line in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
-    left = {_HEADINGS.index(name) for name in ("op", "impl", "heads", "note")}
+    return aligned([_HEADINGS, *(_cells(line) for line in rows)], ("op", "impl", "heads", "note"))
+
+
+def aligned(lines: Sequence[tuple[str, ...]], flush_left: Sequence[str]) -> str:
+    """Return cells as columns, of which those with these headings are flush left, the others flush right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    left = {lines[0].index(name) for name in flush_left}
     return "\n".join(
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         .rstrip()
@@ -336,16 +340,17 @@ def environment(given_commit: str | None) -> dict[str, Any]:
     }
 
 
-def heading(env: dict[str, Any]) -> str:
-    """Return the lines above a table."""
+def heading(env: dict[str, Any], roof: str = "as many bytes read or copied in the same run") -> str:
+    """Return the lines above a table, whose roof is explained."""
     clocks = env["clocks_after"] or env["clocks_before"] or {}
     clock = f"{clocks['sm_mhz']:.0f} MHz" if "sm_mhz" in clocks else "clock unknown"
     copy = f", device copy {env['copy_tb_s']:.2f} TB/s" if env["copy_tb_s"] else ""
     clean = "clean" if env["clean"] else "not clean"
+    peers = f"peers: {env['peers']}\n" if "peers" in env else ""
     return (
         f"cuattn {env['cuattn']} ({env['commit'][:12]}, {clean})  {env['gpu']}, {env['num_sms']} SMs, {clock}{copy}\n"
-        f"driver {env['driver']}  CUDA {env['cuda']}  NVRTC {env['nvrtc']}  CuPy {env['cupy']}  {env['date']}\n"
-        "median [p5 p95]; inputs rotate past L2, CUDA-graph replay; roof: as many bytes read or copied in the same run"
+        f"driver {env['driver']}  CUDA {env['cuda']}  NVRTC {env['nvrtc']}  CuPy {env['cupy']}  {env['date']}\n{peers}"
+        f"median [p5 p95]; inputs rotate past L2, CUDA-graph replay; roof: {roof}"
     )
 
 

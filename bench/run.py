@@ -11,7 +11,7 @@ import numpy as np
 
 from cuattn import _arrays, _jit
 
-from . import cases, inputs, record, roofline, timing
+from . import cases, inputs, prefill_record, record, roofline, timing
 
 if TYPE_CHECKING:
     import argparse
@@ -94,7 +94,11 @@ class Run:
         """Keep rows."""
         self.rows += rows
         for line in rows:
-            _progress(" ".join(record.table([line]).splitlines()[1].split()))
+            _progress(" ".join(self.table([line]).splitlines()[1].split()))
+
+    def table(self, rows: Sequence[record.Row]) -> str:
+        """Return rows as text, with the columns of the topic."""
+        return prefill_record.table(rows) if self.options.command == "prefill" else record.table(rows)
 
     def save(self) -> None:
         """Write what there is; a run that is cut short leaves the rows before."""
@@ -247,8 +251,9 @@ class Run:
         if record.clocks_fell(self.env["clocks_before"], self.env["clocks_after"]):
             self.rows = [replace(line, notes=(*line.notes, "clocks fell")) for line in self.rows]
         self.save()
-        print(record.heading(self.env))
-        print(record.table([line for line in self.rows if line.impl not in ("read", "copy")]))
+        prefill = self.options.command == "prefill"
+        print(record.heading(self.env, prefill_record.ROOF) if prefill else record.heading(self.env))
+        print(self.table([line for line in self.rows if line.impl not in ("read", "copy")]))
         if self.failures:
             print("failed:", *self.failures, sep="\n  ")
         print(self.path if self.rows else "no case was measured")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +23,11 @@ from cuattn import _arrays
 from . import clock as sm_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
+# Makes a graph of a CuPy stream and of what works on it; ``graph.launch(stream)`` replays it.
+Capture = Callable[[Any, Callable[[], object]], Any]
 ROOT = Path(__file__).resolve().parent.parent
 # Inputs that rotate are to exceed the L2 cache by this factor, so that no call finds its own there.
 L2_FACTOR = 3
@@ -163,6 +166,19 @@ def num_sets(set_bytes: int, l2_bytes: int, available_bytes: int) -> int:
     return min(L2_FACTOR * l2_bytes // set_bytes + 1, available_bytes // set_bytes)
 
 
+def graph_of(stream: Any, work: Callable[[], object]) -> Any:  # noqa: ANN401  CuPy has no types
+    """Capture what work launches on a CuPy stream, the current one, as a CUDA graph."""
+    stream.begin_capture()
+    try:
+        work()
+    except BaseException:
+        # Otherwise the stream stays in capture, and the device refuses to synchronize.
+        with suppress(RuntimeError):
+            stream.end_capture()
+        raise
+    return stream.end_capture()
+
+
 class Replay:
     """Calls in a CUDA graph, back to back, timed by events: what the GPU takes, without the time of Python.
 
@@ -176,9 +192,16 @@ class Replay:
         One per set of inputs, without arguments; they write to arrays that exist, and do not synchronize.
     sample_us : float
         See `Sampling`; the sequence of calls is repeated to last so long.
+    capture : callable
+        See `Capture`.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], object]], sample_us: float) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Callable[[], object]],
+        sample_us: float,
+        capture: Capture = graph_of,
+    ) -> None:
         cupy = _arrays.import_cupy()
         self._cupy = cupy
         self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -195,17 +218,13 @@ class Replay:
             self._stream.synchronize()
             once = self._elapsed_us(lambda: [call() for call in calls], self._events)
             repeats = max(1, math.ceil(sample_us / max(once, 1.0)))
-            self._stream.begin_capture()
-            try:
+
+            def work() -> None:
                 for _ in range(repeats):
                     for call in calls:
                         call()
-            except BaseException:
-                # Otherwise the stream stays in capture, and the device refuses to synchronize.
-                with suppress(RuntimeError):
-                    self._stream.end_capture()
-                raise
-            self._graph: Any = self._stream.end_capture()
+
+            self._graph: Any = capture(self._stream, work)
         self.num_calls = repeats * len(calls)
         for _ in range(2):
             self.measure()
@@ -243,9 +262,13 @@ class Replay:
         return found[0] / self.num_calls
 
 
-def replayed(calls: Sequence[Callable[[], object]], sampling: Sampling) -> Timing:
+def replayed(
+    calls: Sequence[Callable[[], object]],
+    sampling: Sampling,
+    capture: Capture = graph_of,
+) -> Timing:
     """Time calls in a CUDA graph; see `Replay`."""
-    with Replay(calls, sampling.sample_us) as replay:
+    with Replay(calls, sampling.sample_us, capture) as replay:
         return sample(replay.measure, sampling, replay.clock)
 
 

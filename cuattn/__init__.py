@@ -5,7 +5,8 @@ from ._append import append
 from ._decode import decode, plan_decode
 from ._merge import merge
 from ._nvrtc import CompileError
-from ._plan import DecodePlan, Device
+from ._plan import DecodePlan, Device, PrefillPlan
+from ._prefill import plan_prefill, prefill
 from ._quantize import Tbq4Array, channel_mean, dequantize, quantize
 from ._version import __version__
 
@@ -13,6 +14,7 @@ __all__ = [
     "CompileError",
     "DecodePlan",
     "Device",
+    "PrefillPlan",
     "Tbq4Array",
     "__version__",
     "append",
@@ -21,6 +23,8 @@ __all__ = [
     "dequantize",
     "merge",
     "plan_decode",
+    "plan_prefill",
+    "prefill",
     "quantize",
     "reference",
 ]

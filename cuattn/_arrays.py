@@ -154,4 +154,5 @@ def device(ordinal: int) -> _plan.Device:
         smem_per_block=properties["sharedMemPerBlockOptin"],
         smem_per_sm=properties["sharedMemPerMultiprocessor"],
         bandwidth=bandwidth,
+        l2_bytes=properties.get("l2CacheSize", 0),
     )

@@ -60,3 +60,40 @@ class DecodeProblem:
     def flops(self) -> int:
         """Multiply-adds counted as two, for full sequences and without masks."""
         return 4 * self.batch * self.seqlen_q * self.num_qo_heads * self.head_dim * self.max_kv_len
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProblem:
+    """Sizes of one prefill call.
+
+    `num_tokens` is the number of query tokens of a sequence, or of all `batch` sequences together where they are
+    `ragged`: then their lengths are known to the device only, as are those of the keys, of which a sequence has
+    `max_kv_len` at most.
+    """
+
+    dtype: Dtype
+    k_format: KvFormat
+    v_format: KvFormat
+    batch: int
+    num_tokens: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    max_kv_len: int
+    ragged: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def total_tokens(self) -> int:
+        """Query tokens of all sequences."""
+        return self.num_tokens * (1 if self.ragged else self.batch)
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, for the longest sequences and without masks."""
+        return 2 * self.total_tokens * self.num_qo_heads * (self.head_dim + self.value_dim) * self.max_kv_len

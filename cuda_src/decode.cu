@@ -36,8 +36,7 @@ static_assert(cfg::TILE_KV == 16 || cfg::TILE_KV == 32, "each lane looks up the 
 static_assert(cfg::TILE_KV * K::CHUNKS % WARP == 0 && cfg::TILE_KV * V::CHUNKS % WARP == 0,
               "a tile is a whole number of 16-byte copies per lane");
 static_assert(cfg::NUM_STAGES >= 2, "K and V of a step are in flight together");
-static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
-              "norms reach shared memory one tile of their kind late");
+static_assert(cfg::NUM_STAGES >= 4 || !NORMS_ARE_LATE<K, V>, "norms reach shared memory one tile of their kind late");
 static_assert(cfg::NUM_STAGES % 2 == 0 || cfg::K_FORMAT == cfg::V_FORMAT, "slots serve K or V, or have one size");
 
 // A table with a stride of 256 begins at a multiple of 64 KB of the shared window. The rings of the first warps lie
@@ -413,8 +412,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       loader.load_v(Loader<K, V>::slot_of(i), lane);
     }
   };
-  // A third tile waits for the norms of the first, so the rest comes right before the loop.
-  constexpr int BEFORE_Q = K::NORMS + V::NORMS > 0 ? 2 : cfg::NUM_STAGES - 1;
+  // Where norms are late, a third tile waits for those of the first, so the rest comes right before the loop.
+  constexpr int BEFORE_Q = NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1;
 #pragma unroll
   for (int i = 0; i < BEFORE_Q; ++i) load(i);
   const auto mean_of = [&](int row) {

@@ -6,6 +6,7 @@ hypothesis shrinks shapes rather than megabytes.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -21,6 +22,8 @@ SPARE_PAGES = 3
 UNUSED_ENTRIES = (-1, 2**31 - 1)
 # Keys at the end of a "late_max" sequence whose scores rise above all before them.
 LATE_KEYS = 8
+# By how much the keys of a "rising" sequence grow: scores by up to 60 in base-2 units, a few in each tile.
+RISE = 8.0
 # What stands in TBQ4 where no token is: the highest codes, and norms that are NaN or infinite.
 UNUSED_CODE = 0xFF
 UNUSED_NORMS = np.array((0x7E00, 0x7E00, 0x7C00), np.uint16).view(np.float16)
@@ -30,8 +33,128 @@ MEAN_SIZE = 3.0
 TINY_NORM, LARGE_NORM = 5e-6, 6e4
 
 
+class _Call:
+    """What calls of decode and of prefill have in common: rows as they are drawn, formats, pages and masks."""
+
+    __slots__ = ()
+
+    seqlens: tuple[tuple[int, int], ...]
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int | None
+    page_size: int | None
+    dtype: str
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: bool
+    values: str
+    seed: int
+    k_format: str
+    v_format: str
+    means: bool
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Query heads."""
+        return self.num_kv_heads * self.group
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a key and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    def _mean(self, stream: int) -> np.ndarray | None:
+        """Return the mean of K (1) or V (2); that of tiny values is zero."""
+        if not self.means:
+            return None
+        rng = np.random.default_rng([self.seed, len(self.seqlens), stream])
+        size = 0 if stream == 2 and self.values == "tiny_v" else MEAN_SIZE
+        return (size * rng.standard_normal((self.num_kv_heads, self.dims[stream - 1]))).astype(np.float32)
+
+    def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]`` per sequence.
+
+        These are the rows as drawn, before any are quantized.
+        """
+        head_dim, value_dim = self.dims
+        for sequence, (seqlen_q, kv_len) in enumerate(self.seqlens):
+            rng = np.random.default_rng([self.seed, sequence])
+            q = rng.standard_normal((seqlen_q, self.num_qo_heads, head_dim))
+            k = rng.standard_normal((kv_len, self.num_kv_heads, head_dim))
+            v = rng.standard_normal((kv_len, self.num_kv_heads, value_dim))
+            if self.values == "late_max":
+                late = min(kv_len, LATE_KEYS)
+                q = np.abs(q)
+                k[kv_len - late :] = np.abs(k[kv_len - late :]) * np.arange(1, late + 1)[:, None, None]
+            elif self.values == "rising":
+                q = np.abs(q)
+                k = np.abs(k) * np.linspace(0, RISE, kv_len)[:, None, None]
+            elif self.values == "huge":
+                # The default scale leaves scores of the size of one product.
+                q, k = 100 * q, 100 * k
+            elif self.values == "equal":
+                k[:] = k[:1]
+            elif self.values == "tiny_v":
+                sizes = np.full(kv_len, TINY_NORM)
+                if (sequence + self.seed) % 3 == 1:
+                    sizes[kv_len - min(kv_len, LATE_KEYS) :] = LARGE_NORM
+                elif (sequence + self.seed) % 3 == 2:
+                    sizes = rng.choice((TINY_NORM, 1.0, LARGE_NORM), kv_len)
+                v *= (sizes / np.linalg.norm(v, axis=-1).T).T[:, :, None]
+            if self.means:
+                k, v = k + self._mean(1), v + self._mean(2)
+            dtype = DTYPES[self.dtype]
+            yield q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+    def _table(self, used: Sequence[range]) -> tuple[np.ndarray, int]:
+        """Return the table and the number of pages; pages of used entries are shuffled among spare ones."""
+        num_pages = sum(map(len, used)) + SPARE_PAGES
+        pages = iter(np.random.default_rng([self.seed, len(used)]).permutation(num_pages))
+        longest = -(-max((kv_len for _, kv_len in self.seqlens), default=0) // self.page_size)
+        table = np.resize(np.array(UNUSED_ENTRIES, np.int32), (len(used), longest + 2))
+        for row, entries in zip(table, used, strict=True):
+            for entry in entries:
+                row[entry] = next(pages)
+        return table, num_pages
+
+    def _stored(self, cache: np.ndarray, kv_format: str, mean: np.ndarray | None) -> np.ndarray | Tbq4Array:
+        """Return a cache in its format; rows that are NaN hold no token."""
+        if kv_format == "raw16":
+            return cache
+        unused = np.isnan(cache).all(axis=-1)
+        rows = reference.quantize(np.nan_to_num(cache.astype(np.float32)), mean=mean)
+        norms = np.where(unused[..., None], np.resize(UNUSED_NORMS, rows.norms.shape), rows.norms)
+        return Tbq4Array(np.where(unused[..., None], np.uint8(UNUSED_CODE), rows.codes), norms, mean)
+
+    def _gathered(
+        self, shape: tuple[int, ...], places: Sequence[tuple[np.ndarray, tuple[Any, ...]]]
+    ) -> tuple[list[np.ndarray], np.ndarray | Tbq4Array, np.ndarray | Tbq4Array]:
+        """Return q of each sequence, and K and V with axes `shape` of tokens: NaN, codes excepted, but for tokens.
+
+        `places` are the tokens of each sequence that are there, and their indices.
+        """
+        k, v = (np.full((*shape, self.num_kv_heads, dim), np.nan, DTYPES[self.dtype]) for dim in self.dims)
+        q = []
+        for (q_rows, k_rows, v_rows), (token, where) in zip(self.sequences(), places, strict=True):
+            q.append(q_rows)
+            k[where], v[where] = k_rows[token], v_rows[token]
+        return q, self._stored(k, self.k_format, self._mean(1)), self._stored(v, self.v_format, self._mean(2))
+
+    def _masks(self) -> dict[str, Any]:
+        """Return the keyword arguments of masks and scores."""
+        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        if self.sinks:
+            sinks = np.random.default_rng([self.seed, len(self.seqlens) + 1]).standard_normal(self.num_qo_heads)
+            if self.num_qo_heads > 1:
+                sinks[-1] = -np.inf
+            options["sinks"] = sinks.astype(np.float32)
+        return options
+
+
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(_Call):
     """One call of decode.
 
     Attributes
@@ -81,48 +204,9 @@ class Problem:
     num_recent: int = 0
 
     @property
-    def num_qo_heads(self) -> int:
-        """Query heads."""
-        return self.num_kv_heads * self.group
-
-    def _mean(self, stream: int) -> np.ndarray | None:
-        """Return the mean of K (1) or V (2); that of tiny values is zero."""
-        if not self.means:
-            return None
-        rng = np.random.default_rng([self.seed, len(self.kv_len), stream])
-        size = 0 if stream == 2 and self.values == "tiny_v" else MEAN_SIZE
-        return (size * rng.standard_normal((self.num_kv_heads, self.head_dim))).astype(np.float32)
-
-    def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]`` per sequence.
-
-        These are the rows as drawn, before any are quantized.
-        """
-        for sequence, kv_len in enumerate(self.kv_len):
-            rng = np.random.default_rng([self.seed, sequence])
-            q = rng.standard_normal((self.seqlen_q, self.num_qo_heads, self.head_dim))
-            k = rng.standard_normal((kv_len, self.num_kv_heads, self.head_dim))
-            v = rng.standard_normal((kv_len, self.num_kv_heads, self.value_dim or self.head_dim))
-            if self.values == "late_max":
-                late = min(kv_len, LATE_KEYS)
-                q = np.abs(q)
-                k[kv_len - late :] = np.abs(k[kv_len - late :]) * np.arange(1, late + 1)[:, None, None]
-            elif self.values == "huge":
-                # The default scale leaves scores of the size of one product.
-                q, k = 100 * q, 100 * k
-            elif self.values == "equal":
-                k[:] = k[:1]
-            elif self.values == "tiny_v":
-                sizes = np.full(kv_len, TINY_NORM)
-                if (sequence + self.seed) % 3 == 1:
-                    sizes[kv_len - min(kv_len, LATE_KEYS) :] = LARGE_NORM
-                elif (sequence + self.seed) % 3 == 2:
-                    sizes = rng.choice((TINY_NORM, 1.0, LARGE_NORM), kv_len)
-                v *= (sizes / np.linalg.norm(v, axis=-1).T).T[:, :, None]
-            if self.means:
-                k, v = k + self._mean(1), v + self._mean(2)
-            dtype = DTYPES[self.dtype]
-            yield q.astype(dtype), k.astype(dtype), v.astype(dtype)
+    def seqlens(self) -> tuple[tuple[int, int], ...]:
+        """Lengths of q and of K of each sequence."""
+        return tuple((self.seqlen_q, kv_len) for kv_len in self.kv_len)
 
     def _body(self, kv_len: int) -> tuple[int, int]:
         """Return the range of tokens that the caches hold."""
@@ -130,54 +214,25 @@ class Problem:
         return start, max(start, kv_len - self.num_recent)
 
     def _page_table(self) -> tuple[np.ndarray, int]:
-        """Return the table and the number of pages; used pages are shuffled among spare ones."""
-        used = []
-        for kv_len in self.kv_len:
-            start, stop = self._body(kv_len)
-            used.append(range(start // self.page_size, -(-stop // self.page_size) if start < stop else 0))
-        num_pages = sum(map(len, used)) + SPARE_PAGES
-        pages = iter(np.random.default_rng([self.seed, len(used)]).permutation(num_pages))
-        longest = -(-max(self.kv_len, default=0) // self.page_size)
-        table = np.resize(np.array(UNUSED_ENTRIES, np.int32), (len(used), longest + 2))
-        for row, entries in zip(table, used, strict=True):
-            for entry in entries:
-                row[entry] = next(pages)
-        return table, num_pages
-
-    def _stored(self, cache: np.ndarray, kv_format: str, mean: np.ndarray | None) -> np.ndarray | Tbq4Array:
-        """Return a cache in its format; rows that are NaN hold no token."""
-        if kv_format == "raw16":
-            return cache
-        unused = np.isnan(cache).all(axis=-1)
-        rows = reference.quantize(np.nan_to_num(cache.astype(np.float32)), mean=mean)
-        norms = np.where(unused[..., None], np.resize(UNUSED_NORMS, rows.norms.shape), rows.norms)
-        return Tbq4Array(np.where(unused[..., None], np.uint8(UNUSED_CODE), rows.codes), norms, mean)
+        """Return the table and the number of pages."""
+        bodies = map(self._body, self.kv_len)
+        return self._table([range(a // self.page_size, -(-b // self.page_size) if a < b else 0) for a, b in bodies])
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray | Tbq4Array, np.ndarray | Tbq4Array, np.ndarray]:
         """Return q, k_cache, v_cache and kv_len; whatever of a cache holds no token is NaN, codes excepted."""
-        dtype = DTYPES[self.dtype]
-        batch, value_dim = len(self.kv_len), self.value_dim or self.head_dim
+        tokens = [np.arange(*self._body(kv_len)) for kv_len in self.kv_len]
         if self.page_size is None:
-            rows = (batch, max(self.kv_len, default=0) + SPARE_TOKENS)
+            shape = (len(self.kv_len), max(self.kv_len, default=0) + SPARE_TOKENS)
+            places = [(token, (sequence, token)) for sequence, token in enumerate(tokens)]
         else:
             table, num_pages = self._page_table()
-            rows = (num_pages, self.page_size)
-        k_cache = np.full((*rows, self.num_kv_heads, self.head_dim), np.nan, dtype)
-        v_cache = np.full((*rows, self.num_kv_heads, value_dim), np.nan, dtype)
-        q = np.zeros((batch, self.seqlen_q, self.num_qo_heads, self.head_dim), dtype)
-        for sequence, (q_rows, k_rows, v_rows) in enumerate(self.sequences()):
-            q[sequence] = q_rows
-            token = np.arange(*self._body(len(k_rows)))
-            if self.page_size is None:
-                where = (sequence, token)
-            else:
-                where = (table[sequence, token // self.page_size], token % self.page_size)
-            k_cache[where], v_cache[where] = k_rows[token], v_rows[token]
-        stored = (
-            self._stored(k_cache, self.k_format, self._mean(1)),
-            self._stored(v_cache, self.v_format, self._mean(2)),
-        )
-        return q[:, 0] if self.seqlen_q == 1 else q, *stored, np.array(self.kv_len, np.int32)
+            shape, size = (num_pages, self.page_size), self.page_size
+            places = [(token, (row[token // size], token % size)) for row, token in zip(table, tokens, strict=True)]
+        q_rows, k_cache, v_cache = self._gathered(shape, places)
+        q = np.zeros((len(q_rows), self.seqlen_q, self.num_qo_heads, self.head_dim), DTYPES[self.dtype])
+        for sequence, rows in enumerate(q_rows):
+            q[sequence] = rows
+        return q[:, 0] if self.seqlen_q == 1 else q, k_cache, v_cache, np.array(self.kv_len, np.int32)
 
     def _kept(self) -> dict[str, np.ndarray]:
         """Return first and recent tokens; rows and slots without one are NaN."""
@@ -186,8 +241,7 @@ class Problem:
             if num == 0:
                 continue
             shape = (len(self.kv_len), num, self.num_kv_heads)
-            k = np.full((*shape, self.head_dim), np.nan, DTYPES[self.dtype])
-            v = np.full((*shape, self.value_dim or self.head_dim), np.nan, DTYPES[self.dtype])
+            k, v = (np.full((*shape, dim), np.nan, DTYPES[self.dtype]) for dim in self.dims)
             for sequence, (_, k_rows, v_rows) in enumerate(self.sequences()):
                 start, stop = self._body(len(k_rows))
                 token = np.arange(start) if which == 0 else np.arange(stop, len(k_rows))
@@ -197,14 +251,9 @@ class Problem:
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of decode."""
-        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        options = self._masks()
         if self.page_size is not None:
             options["page_table"] = self._page_table()[0]
-        if self.sinks:
-            sinks = np.random.default_rng([self.seed, len(self.kv_len) + 1]).standard_normal(self.num_qo_heads)
-            if self.num_qo_heads > 1:
-                sinks[-1] = -np.inf
-            options["sinks"] = sinks.astype(np.float32)
         return options | self._kept()
 
 
@@ -272,6 +321,166 @@ def problems(
         num_sink=st.sampled_from(nums_sink),
         num_recent=st.sampled_from(nums_recent),
         seed=st.integers(0, 2**32 - 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProblem(_Call):
+    """One call of prefill.
+
+    Attributes
+    ----------
+    seqlens : tuple of (int, int)
+        Query tokens and keys of each sequence; its length is the batch.
+    num_kv_heads, group, head_dim : int
+    value_dim : int, optional
+        Default: `head_dim`.
+    q_layout : {"ragged", "dense"}
+        Dense: all sequences have as many query tokens.
+    kv_layout : {"ragged", "dense", "padded", "paged"}
+        Dense: all sequences have as many keys. Padded: with lengths. Paged: the pages of a sequence are scattered.
+    page_size : int
+        If paged.
+    dtype : {"float16", "bfloat16"}
+    causal, window, softcap, sinks
+        As in `cuattn.prefill`; with more than one query head, the last of the sinks is -inf.
+    values : {"normal", "late_max", "rising", "huge", "equal", "tiny_v"}
+        As in `Problem`, or scores that grow from key to key.
+    seed : int
+    k_format, v_format : {"raw16", "tbq4"}
+    means : bool
+        As in `Problem`.
+    """
+
+    seqlens: tuple[tuple[int, int], ...]
+    num_kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 64
+    value_dim: int | None = None
+    q_layout: str = "ragged"
+    kv_layout: str = "ragged"
+    page_size: int = 16
+    dtype: str = "float16"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    values: str = "normal"
+    seed: int = 0
+    k_format: str = "raw16"
+    v_format: str = "raw16"
+    means: bool = False
+
+    def _lengths(self, of: int) -> tuple[int, ...]:
+        return tuple(lengths[of] for lengths in self.seqlens)
+
+    def _cu_seqlens(self, of: int) -> np.ndarray:
+        return np.cumsum((0, *self._lengths(of)), dtype=np.int32)
+
+    def _page_table(self) -> tuple[np.ndarray, int]:
+        """Return the table and the number of pages."""
+        return self._table([range(-(-kv_len // self.page_size)) for _, kv_len in self.seqlens])
+
+    def rows(self) -> list[Any]:
+        """Return what selects the query tokens of each sequence in q and in results."""
+        if self.q_layout == "dense":
+            return list(range(len(self.seqlens)))
+        edges = map(int, self._cu_seqlens(0))
+        return [slice(*pair) for pair in pairwise(edges)]
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray | Tbq4Array, np.ndarray | Tbq4Array]:
+        """Return q, k and v; whatever of k and v holds no token is NaN, codes excepted."""
+        for name, layout, of in (("q", self.q_layout, 0), ("k", self.kv_layout, 1)):
+            if layout == "dense" and len(set(self._lengths(of))) > 1:
+                raise ValueError(f"dense {name} must have sequences of one length, got {self.seqlens}")
+        tokens = [np.arange(kv_len) for kv_len in self._lengths(1)]
+        if self.kv_layout == "ragged":
+            starts = self._cu_seqlens(1)
+            shape = (int(starts[-1]),)
+            places = [(token, (start + token,)) for start, token in zip(starts, tokens, strict=False)]
+        elif self.kv_layout == "paged":
+            table, num_pages = self._page_table()
+            shape, size = (num_pages, self.page_size), self.page_size
+            places = [(token, (row[token // size], token % size)) for row, token in zip(table, tokens, strict=True)]
+        else:
+            shape = (len(tokens), max(self._lengths(1)) + (SPARE_TOKENS if self.kv_layout == "padded" else 0))
+            places = [(token, (sequence, token)) for sequence, token in enumerate(tokens)]
+        q_rows, k, v = self._gathered(shape, places)
+        return (np.stack if self.q_layout == "dense" else np.concatenate)(q_rows), k, v
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of prefill."""
+        options = self._masks()
+        if self.q_layout == "ragged":
+            options["cu_seqlens_q"] = self._cu_seqlens(0)
+        if self.kv_layout == "ragged":
+            options["cu_seqlens_k"] = self._cu_seqlens(1)
+        if self.kv_layout in {"padded", "paged"}:
+            options["kv_len"] = np.array(self._lengths(1), np.int32)
+        if self.kv_layout == "paged":
+            options["page_table"] = self._page_table()[0]
+        return options
+
+
+_ROWS = lengths(16) | lengths(32)
+
+
+@st.composite
+def prefill_problems(
+    draw: st.DrawFn,
+    *,
+    rows: st.SearchStrategy[int] = _ROWS,
+    lengths: st.SearchStrategy[int] = _LENGTHS_OF_16,
+    batch_max: int = 3,
+    kv_heads: Sequence[int] = (1, 2),
+    groups: Sequence[int] = (1, 2, 3, 6, 8, 12),
+    q_layouts: Sequence[str] = ("ragged", "dense"),
+    kv_layouts: Sequence[str] = ("ragged", "dense", "padded", "paged"),
+    page_sizes: Sequence[int] = (1, 3, 16, 64, 100),
+    causal: Sequence[bool] = (True, False),
+    windows: st.SearchStrategy[tuple[int | None, int | None] | None] = _WINDOWS,
+    softcaps: Sequence[float | None] = (None, 5.0),
+    sinks: Sequence[bool] = (False, True),
+    values: Sequence[str] = ("normal", "late_max", "rising", "huge", "equal"),
+    choices: Sequence[tuple[str, str, str, int, int | None]] = (("raw16", "raw16", "float16", 64, None),),
+) -> PrefillProblem:
+    """Draw a `PrefillProblem`.
+
+    `rows` are the query rows of a KV head, which a tile has of all heads of a group together, and `lengths` those of
+    keys; a `choice` is a format of K, one of V, a dtype, head_dim and value_dim. Every other argument restricts one of
+    the fields.
+    """
+    k_format, v_format, dtype, head_dim, value_dim = draw(st.sampled_from(choices))
+    group = draw(st.sampled_from(groups))
+    tokens = st.builds(lambda row, more: row // group + more, rows, st.integers(0, 1) if group > 1 else st.just(0))
+    # A prompt by itself has as many keys as queries.
+    sequence = st.tuples(tokens, lengths) | tokens.map(lambda n: (n, n))
+    seqlens = draw(st.lists(sequence, min_size=1, max_size=batch_max))
+    q_layout, kv_layout = draw(st.sampled_from(q_layouts)), draw(st.sampled_from(kv_layouts))
+    if q_layout == "dense":
+        seqlens = [(seqlens[0][0], n) for _, n in seqlens]
+    if kv_layout == "dense":
+        seqlens = [(n, seqlens[0][1]) for n, _ in seqlens]
+    tbq4 = "tbq4" in (k_format, v_format)
+    return PrefillProblem(
+        seqlens=tuple(seqlens),
+        num_kv_heads=draw(st.sampled_from(kv_heads)),
+        group=group,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        page_size=draw(st.sampled_from(page_sizes)) if kv_layout == "paged" else 16,
+        dtype=dtype,
+        causal=draw(st.sampled_from(causal)),
+        window=draw(windows),
+        softcap=draw(st.sampled_from(softcaps)),
+        sinks=draw(st.sampled_from(sinks)),
+        values=draw(st.sampled_from((*values, "tiny_v") if tbq4 else values)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        k_format=k_format,
+        v_format=v_format,
+        means=tbq4 and draw(st.booleans()),
     )
 
 

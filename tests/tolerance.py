@@ -7,7 +7,8 @@ With `ref` in float64 and `same` a NumPy attention that rounds where a kernel ro
 The factor 2 pays for another order of summation and for approximate exponentials; the ulp is that of the output's
 dtype and pays for one rounding that falls the other way where `same` happens to be exact. Maxima are taken over one
 sequence, never over a batch: outputs shrink as the number of keys grows, and a short sequence beside a long one must
-not set its tolerance.
+not set its tolerance. So it is with the query tokens of a prefill, the first of which may see one key and the last all:
+maxima are taken over those of a sequence that see as many keys, to a factor of two.
 
 For lse the law is the same with another ulp. An lse is ``ln 2 * (m + log2 l)``: m is a float32 in base-2 units, the
 result of float32 sums over head_dim, and it may cancel against log2 l. So a relative error of lse says nothing; what
@@ -38,6 +39,15 @@ Values in TBQ4: `same` rounds the products of weights and norms as it rounds wei
 float32, log2(block) stages and the addition of the mean, whose errors are relative to the length of a block, at most
 that of the longest value: a random walk of that many roundings is a term of out.
 
+A prefill may keep products of weight and norm in range, rather than weights, or write the values of a tile as float16,
+times a power of two that takes their largest norm to 2^15.
+
+- Its m is the largest score plus the logarithm of that, which cancels against log2 l. So lse counts as large as log2 of
+  a norm, over 1 or over 2^15.
+- A value that is far smaller than another of its tile, which its query may not even see, is a subnormal float16, with
+  roundings of up to 2^-25, or 2^-40 of that norm. Rotated back they are a term of out as those of the rotation are, of
+  values of that size.
+
 First and recent tokens in 16 bits have the terms of 16-bit rows; the larger ones count.
 
 A merge adds weighted parts and weights in float32, each sum a random walk of one rounding a part. The error of the sum
@@ -47,12 +57,13 @@ hence a term of two such walks.
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from strategies import DTYPES, AppendProblem, Problem
+from strategies import DTYPES, AppendProblem, PrefillProblem, Problem
 
 from cuattn import _tbq4, reference
 from cuattn.reference.sequences import Kept, Options, Part, Tbq4Rows, attend_each, exact_rows
@@ -60,6 +71,8 @@ from cuattn.reference.sequences import Kept, Options, Part, Tbq4Rows, attend_eac
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2))
 PRODUCTS_PER_ROUNDING = 16
+# Of the largest float16.
+FLOAT16_EXPONENT = 15
 # Of float64, so that exp is finite.
 MAX_EXPONENT = 700.0
 
@@ -71,7 +84,7 @@ def ulp(x: float, dtype: npt.DTypeLike) -> float:
     return float(2.0 ** (max(exponent, int(info.minexp)) - info.nmant))
 
 
-def score_magnitude(
+def score_magnitudes(
     q: np.ndarray,
     k: np.ndarray,
     *,
@@ -79,8 +92,8 @@ def score_magnitude(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     roundings: float | None = None,
-) -> float:
-    """Return the size of what is rounded on the way to an lse of one sequence.
+) -> np.ndarray:
+    """Return the sizes of what is rounded on the way to the lse of each query token of one sequence.
 
     That is the largest ``softmax_scale * log2 e * sum(|q k|)`` of a visible key, times the square root of the number
     of partial sums.
@@ -96,25 +109,30 @@ def score_magnitude(
 
     Returns
     -------
-    float
+    ndarray, shape (seqlen_q,)
         Zero if no key is visible, and keys with NaN do not count.
     """
     seqlen_q, num_qo_heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     rows = np.abs(q.astype(np.float64)).reshape(seqlen_q, k.shape[1], num_qo_heads // k.shape[1], head_dim)
     keys = np.nan_to_num(np.abs(k.astype(np.float64)), nan=0)
-    largest = 0.0
+    largest = np.zeros(seqlen_q)
     for i, row in enumerate(rows):
         start, stop = reference.visible_keys(i, seqlen_q, len(k), causal=causal, window=window)
-        sums = np.einsum("hgd,khd->hgk", row, keys[start:stop])
-        largest = max(largest, float(sums.max(initial=0)))
+        with np.errstate(over="ignore"):  # of infinite keys
+            largest[i] = (row @ keys[start:stop].transpose(1, 2, 0)).max(initial=0)
     count = head_dim / PRODUCTS_PER_ROUNDING if roundings is None else roundings
     return largest * abs(scale) * LOG2_E * np.sqrt(max(1, count))
 
 
+def score_magnitude(q: np.ndarray, k: np.ndarray, **options: Any) -> float:
+    """Return the largest of `score_magnitudes`."""
+    return float(score_magnitudes(q, k, **options).max(initial=0))
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the tolerances of one sequence are made of; see the top of the file.
+    """What the tolerances of some rows of a sequence are made of; see the top of the file.
 
     Attributes
     ----------
@@ -132,6 +150,64 @@ class Sizes:
     slack_of_lse: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """What one rounding of a rotated query to float16 may change, of each query token ``[seqlen_q]``.
+
+    In a score at most; and in lse and in out as long as weights stay as they are.
+    """
+
+    score: np.ndarray
+    lse: np.ndarray
+    out: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSizes:
+    """Sizes of one sequence.
+
+    Attributes
+    ----------
+    ranges : ndarray, shape (seqlen_q, 2), int
+        Keys that each query token sees.
+    magnitudes : ndarray, shape (seqlen_q,)
+        See `score_magnitudes`.
+    flips : Flips
+    largest_values, slacks_of_values : ndarray, shape (kv_len,)
+        Of each value: the largest element, and a term of values in TBQ4, else zero.
+    log2_norm, slack_of_tiles : float
+        Of a prefill with values in TBQ4: the largest size of log2 of a norm, over 1 or over 2^15, and a term of out.
+    """
+
+    ranges: np.ndarray
+    magnitudes: np.ndarray
+    flips: Flips
+    largest_values: np.ndarray
+    slacks_of_values: np.ndarray
+    log2_norm: float
+    slack_of_tiles: float
+
+    def of(self, tokens: np.ndarray | None = None) -> Sizes:
+        """Return what holds for all of some query tokens, with the values that they see; by default for all."""
+        rows, seen = slice(None), slice(None)
+        if tokens is not None:
+            rows, seen = tokens, slice(self.ranges[tokens, 0].min(), self.ranges[tokens, 1].max())
+        score, lse, out = (float(x[rows].max(initial=0)) for x in (self.flips.score, self.flips.lse, self.flips.out))
+        growth = float(np.exp(min(2 * score, MAX_EXPONENT)))
+        largest, slack = (float(x[seen].max(initial=0)) for x in (self.largest_values, self.slacks_of_values))
+        return Sizes(
+            float(self.magnitudes[rows].max(initial=0)),
+            largest,
+            min(growth * out, 2 * largest) + slack,
+            min(growth * lse, score),
+        )
+
+    def groups(self) -> list[np.ndarray]:
+        """Return query tokens that see as many keys, to a factor of two."""
+        octave = np.frexp(self.ranges[:, 1] - self.ranges[:, 0])[1]
+        return [np.flatnonzero(octave == x) for x in np.unique(octave)]
+
+
 def _ulps_of_float16(x: np.ndarray) -> np.ndarray:
     """Return the ulps of rows that are brought to float16's upper range first, as rotated queries are."""
     info = ml_dtypes.finfo(np.float16)
@@ -142,10 +218,10 @@ def _ulps_of_float16(x: np.ndarray) -> np.ndarray:
 
 def _flips(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, rotated_k: np.ndarray, scale: float, masks: dict[str, object]
-) -> tuple[float, float]:
-    """Return what one rounding of a rotated query to float16 may change in out and in lse."""
-    if len(k) == 0:
-        return 0.0, 0.0
+) -> Flips:
+    """Return what roundings of rotated queries to float16 may change."""
+    if len(k) == 0 or len(q) == 0:
+        return _no_flips(len(q))
     rows = reference.rotate(q)
     steps = abs(scale) * _ulps_of_float16(rows)  # [seqlen_q, num_qo_heads, head_dim]
     moments, _ = reference.attention(
@@ -156,21 +232,25 @@ def _flips(
     mean_k, square_k, mean_v, square_v = np.split(moments, (q.shape[-1], 2 * q.shape[-1], -v.shape[-1]), axis=-1)
     deviation_k, deviation_v = (np.sqrt(np.maximum(s - m**2, 0)) for s, m in ((square_k, mean_k), (square_v, mean_v)))
     top_k = np.abs(rotated_k).max(axis=0, initial=0, where=np.isfinite(rotated_k))
-    largest = float((steps * top_k.repeat(q.shape[1] // k.shape[1], axis=0)).max())
-    growth = float(np.exp(min(2 * largest, MAX_EXPONENT)))
-    in_lse = float((steps * np.sqrt(square_k)).max())
-    in_out = float(((steps * deviation_k).max(axis=-1) * deviation_v.max(axis=-1)).max())
-    top_v = float(np.abs(v).max(initial=0, where=np.isfinite(v)))
-    return min(growth * in_out, 2 * top_v), min(growth * in_lse, largest)
+    return Flips(
+        score=(steps * top_k.repeat(q.shape[1] // k.shape[1], axis=0)).max(axis=(1, 2)),
+        lse=(steps * np.sqrt(square_k)).max(axis=(1, 2)),
+        out=((steps * deviation_k).max(axis=-1) * deviation_v.max(axis=-1)).max(axis=1),
+    )
 
 
-def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Sizes:
+def _no_flips(seqlen_q: int) -> Flips:
+    return Flips(*np.zeros((3, seqlen_q)))
+
+
+def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> SequenceSizes:
     parts = sorted(parts, key=lambda part: part.start)
     k, v = (np.concatenate([exact_rows(getattr(part, x), np.float64) for part in parts]) for x in "kv")
-    largest = float(np.abs(v).max(initial=0, where=np.isfinite(v)))
+    largest = np.abs(v).max(axis=(1, 2), initial=0, where=np.isfinite(v))
     score_masks = {name: x for name, x in masks.items() if name in {"causal", "window", "softmax_scale"}}
-    magnitude = score_magnitude(q, k, **score_masks)
-    out_slack = lse_slack = 0.0
+    magnitudes = score_magnitudes(q, k, **score_masks)
+    flips, slacks, log2_norm = _no_flips(len(q)), np.zeros(len(v)), 0.0
+    slack_of_tiles = 0.0
     head_dim = q.shape[-1]
     stages = np.log2(min(head_dim, _tbq4.BLOCK))  # of a rotation
     if any(isinstance(part.k, Tbq4Rows) for part in parts):
@@ -188,40 +268,48 @@ def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Siz
         scale = head_dim**-0.5 if masks.get("softmax_scale") is None else masks["softmax_scale"]
         roundings = head_dim / PRODUCTS_PER_ROUNDING + stages + 2
         operands = (np.concatenate(x, axis=-1) for x in ((reference.rotate(q), q), (rotated_k, rest)))
-        magnitude = score_magnitude(*operands, **{**score_masks, "softmax_scale": scale}, roundings=roundings)
-        out_slack, lse_slack = _flips(q, k, v, rotated_k, scale, masks)
-    if any(isinstance(part.v, Tbq4Rows) for part in parts):
+        magnitudes = score_magnitudes(*operands, **{**score_masks, "softmax_scale": scale}, roundings=roundings)
+        flips = _flips(q, k, v, rotated_k, scale, masks)
+    codes = [part.v for part in parts if isinstance(part.v, Tbq4Rows)]
+    if codes:
+        norms = np.concatenate([rows.norms.ravel() for rows in codes]).astype(np.float64)
+        norms = norms[np.isfinite(norms) & (norms > 0)]
+        log2_norm = float(np.abs(np.log2(norms)[:, None] - (0, FLOAT16_EXPONENT)).max(initial=0))
+        slack_of_tiles = float(np.sqrt(stages + 1) * 2.0**-40 * norms.max(initial=0))
         block = _tbq4.block_of(v.shape[-1])
         blocks = v.reshape(*v.shape[:-1], v.shape[-1] // block, block)
-        length = np.sqrt((np.where(np.isfinite(blocks), blocks, 0) ** 2).sum(axis=-1)).max(initial=0.0)
-        out_slack += float(np.sqrt(stages + 1) * 2.0**-24 * length)
-    return Sizes(magnitude, largest, out_slack, lse_slack)
+        length = np.sqrt((np.where(np.isfinite(blocks), blocks, 0) ** 2).sum(axis=-1)).max(axis=(1, 2), initial=0.0)
+        slacks = np.sqrt(stages + 1) * 2.0**-24 * length
+    hidden = {"causal": bool(masks.get("causal")), "window": masks.get("window")}
+    ranges = np.array([reference.visible_keys(i, len(q), len(k), **hidden) for i in range(len(q))], int).reshape(-1, 2)
+    return SequenceSizes(ranges, magnitudes, flips, largest, slacks, log2_norm, slack_of_tiles)
 
 
-def sizes_of(arrays: tuple[np.ndarray, ...], options: dict[str, object]) -> list[Sizes]:
-    """Return the sizes of each sequence of a call of decode; `options` are its keyword arguments."""
-    masks = {"causal": True} | {
-        name: options[name] for name in ("causal", "window", "softcap", "sinks", "softmax_scale") if name in options
-    }
-    q, k_cache, v_cache, kv_len = arrays
+def _sizes_of_each(
+    q: np.ndarray, k: Any, v: Any, options: dict[str, object], masks: dict[str, object], **where: Any
+) -> list[SequenceSizes]:
+    """Return the sizes of each sequence of a call with keyword arguments `options`; `masks` are defaults."""
+    names = ("causal", "window", "softcap", "sinks", "softmax_scale")
+    masks = masks | {name: options[name] for name in names if name in options}
     sizes = []
 
     def note(tokens: np.ndarray, parts: list[Part], _: Options) -> tuple[float, float]:
         sizes.append(_sizes_of(tokens, parts, masks))
         return 0.0, 0.0
 
-    kept = Kept.of(*(options.get(name) for name in ("k_sink", "v_sink", "k_recent", "v_recent")))
-    attend_each(
-        note,
-        q if q.ndim == 4 else q[:, None],
-        k_cache,
-        v_cache,
-        Options(causal=True, window=None, softcap=None, sinks=None, softmax_scale=None),
-        kv_len=kv_len,
-        page_table=options.get("page_table"),
-        kept=kept,
-    )
+    nothing = Options(causal=True, window=None, softcap=None, sinks=None, softmax_scale=None)
+    where |= {name: options[name] for name in ("page_table", "cu_seqlens_q", "cu_seqlens_k") if name in options}
+    attend_each(note, q, k, v, nothing, **where)
     return sizes
+
+
+def sizes_of(arrays: tuple[np.ndarray, ...], options: dict[str, object]) -> list[Sizes]:
+    """Return the sizes of each sequence of a call of decode; `options` are its keyword arguments."""
+    q, k_cache, v_cache, kv_len = arrays
+    kept = Kept.of(*(options.get(name) for name in ("k_sink", "v_sink", "k_recent", "v_recent")))
+    q = q if q.ndim == 4 else q[:, None]
+    sizes = _sizes_of_each(q, k_cache, v_cache, options, {"causal": True}, kv_len=kv_len, kept=kept)
+    return [of_sequence.of() for of_sequence in sizes]
 
 
 def _assert_same_places(got: np.ndarray, ref: np.ndarray, context: object) -> None:
@@ -395,6 +483,75 @@ def assert_call(arrays: tuple[Any, ...], options: dict[str, Any], got: tuple[np.
             **asdict(sizes),
             context=f"sequence {b} with {kv_len[b]} keys, q {q.shape} {q.dtype}, {sorted(options)}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPrefill:
+    """What a call of prefill should give: (out, lse) twice, and the rows and sizes of each sequence."""
+
+    same: tuple[np.ndarray, np.ndarray]
+    ref: tuple[np.ndarray, np.ndarray]
+    rows: tuple[Any, ...]
+    sizes: tuple[SequenceSizes, ...]
+
+
+def _expected_of_prefill(arrays: tuple[Any, ...], options: dict[str, Any]) -> ExpectedPrefill:
+    begin = options.get("cu_seqlens_q")
+    return ExpectedPrefill(
+        same=reference.attention_same_precision(*arrays, **options),
+        ref=reference.prefill(*arrays, **options, return_lse=True),
+        rows=tuple(range(len(arrays[0])) if begin is None else (slice(*map(int, pair)) for pair in pairwise(begin))),
+        sizes=tuple(_sizes_of_each(*arrays, options, {}, kv_len=options.get("kv_len"))),
+    )
+
+
+@lru_cache(maxsize=16)
+def expected_prefill(problem: PrefillProblem) -> ExpectedPrefill:
+    """Return the reference and the same-precision result of a problem."""
+    return _expected_of_prefill(problem.arrays(), problem.options())
+
+
+def _assert_prefill(
+    want: ExpectedPrefill, dtype: np.dtype, got_out: np.ndarray, got_lse: np.ndarray | None, context: object
+) -> None:
+    for name, got, wanted, ref in (
+        ("out", got_out, dtype, want.ref[0]),
+        ("lse", got_lse, np.dtype(np.float32), want.ref[1]),
+    ):
+        if got is not None and (got.dtype != wanted or got.shape != ref.shape):
+            raise AssertionError(f"{name} must be {wanted} {ref.shape}, got {got.dtype} {got.shape}\n{context}")
+    for b, (rows, sizes) in enumerate(zip(want.rows, want.sizes, strict=True)):
+        for tokens in sizes.groups():
+            of_tokens = asdict(sizes.of(tokens))
+            of_tokens["magnitude"] = max(of_tokens["magnitude"], sizes.log2_norm)
+            of_tokens["slack_of_out"] += sizes.slack_of_tiles
+            assert_rows(
+                (got_out[rows][tokens], None if got_lse is None else got_lse[rows][tokens]),
+                *(tuple(x[rows][tokens] for x in pair) for pair in (want.same, want.ref)),
+                dtype=dtype,
+                **of_tokens,
+                context=f"query tokens {tokens[0]} .. {tokens[-1]}, {len(tokens)} in all, of sequence {b} of {context}",
+            )
+
+
+def assert_prefill(problem: PrefillProblem, got_out: np.ndarray, got_lse: np.ndarray | None = None) -> None:
+    """Assert that a result of `problem` obeys the error law, see the top of the file.
+
+    Parameters
+    ----------
+    problem : PrefillProblem
+    got_out : ndarray, shape of q with value_dim for head_dim, dtype of the problem
+    got_lse : ndarray, shape of q without head_dim, float32, optional
+    """
+    _assert_prefill(expected_prefill(problem), DTYPES[problem.dtype], got_out, got_lse, problem)
+
+
+def assert_prefill_call(
+    arrays: tuple[Any, ...], options: dict[str, Any], got: tuple[np.ndarray, np.ndarray | None]
+) -> None:
+    """Assert the error law of a call of prefill that no `PrefillProblem` describes."""
+    context = f"q {arrays[0].shape} {arrays[0].dtype}, {sorted(options)}"
+    _assert_prefill(_expected_of_prefill(arrays, options), arrays[0].dtype, *got, context)
 
 
 def assert_merge(

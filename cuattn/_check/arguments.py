@@ -145,6 +145,21 @@ def require_float32(scale: float, cap: float) -> None:
             raise ValueError(msg)
 
 
+def scale_and_cap(softmax_scale: object, softcap: object, head_dim: int) -> tuple[float, float]:
+    """Return both as numbers: the default scale for None, and 0 for no cap."""
+    scale = head_dim**-0.5
+    if softmax_scale is not None:
+        scale = number_of("softmax_scale", softmax_scale, "a finite number or None", positive=False)
+    cap = 0.0 if softcap is None else number_of("softcap", softcap, "a positive finite number or None", positive=True)
+    require_float32(scale, cap)
+    return scale, cap
+
+
+def require_sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
+    require_shape("sinks", sinks, (num_qo_heads,), "one per query head")
+    require_dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
+
+
 def flag(name: str, value: object) -> bool:
     """Return a boolean argument."""
     if not isinstance(value, (bool, np.bool_)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cuattn import _plan, _tbq4
@@ -38,16 +40,28 @@ def arrays_of(name: str, cache: Cache) -> dict[str, Array | None]:
     return {f"{name}.codes": cache.rows, f"{name}.norms": cache.norms, f"{name}.mean": cache.mean}
 
 
-def _one_cache(name: str, cache: Cache, q: Array, axes: str) -> None:
-    require_rank(name, cache, (4,), axes)
+def one_cache(
+    name: str,
+    cache: Cache,
+    q: Array,
+    axes: str,
+    *,
+    ranks: tuple[int, ...] = (4,),
+    value_dims: Sequence[int] | None = None,
+) -> None:
+    """Refuse keys or values that do not fit `q`; `value_dims` are what values may have, if not only its head_dim."""
+    require_rank(name, cache, ranks, axes)
     head_dim = q.shape[-1]
     if cache.norms is None:
         require_dtype(name, cache.rows, (dtype_name(q),), " (the dtype of q)")
     elif head_dim not in _tbq4.HEAD_DIMS:
         msg = f"q has head_dim {head_dim}; supported with {name} in TBQ4: {listed(_tbq4.HEAD_DIMS)}"
         raise ValueError(msg)
-    if cache.head_dim != head_dim:
-        msg = f"{name} must have head_dim {head_dim} as q, got {cache.head_dim} in shape {cache.shape}"
+    if cache.head_dim not in (value_dims or (head_dim,)):
+        wanted = f"head_dim {head_dim} as q"
+        if value_dims:
+            wanted = f"value_dim {' or '.join(map(str, value_dims))}, for head_dim {head_dim} of q"
+        msg = f"{name} must have {wanted}, got {cache.head_dim} in shape {cache.shape}"
         raise ValueError(msg)
     if cache.norms is None:
         require_rows(name, cache.rows)
@@ -61,7 +75,7 @@ def caches(k_cache: Cache, v_cache: Cache, q: Array, *, paged: bool) -> None:
     batch, num_qo_heads = q.shape[0], q.shape[-2]
     leading = "(num_pages, page_size" if paged else "(batch, capacity"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _one_cache(name, cache, q, f"{leading}, num_kv_heads, head_dim)")
+        one_cache(name, cache, q, f"{leading}, num_kv_heads, head_dim)")
     if v_cache.shape != k_cache.shape:
         msg = f"v_cache must have shape {k_cache.shape} (the shape of k_cache), got {v_cache.shape}"
         raise ValueError(msg)

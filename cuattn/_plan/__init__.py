@@ -35,18 +35,27 @@ from cuattn._plan.decode import (
     decode_plan,
 )
 from cuattn._plan.merge import MergeConfig, merge_config, merge_configs
+from cuattn._plan.prefill import (
+    PREFILL_DIMS,
+    PrefillConfig,
+    PrefillPlan,
+    prefill_config,
+    prefill_configs,
+    prefill_plan,
+)
 from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles
-from cuattn._problem import DecodeProblem
+from cuattn._problem import DecodeProblem, PrefillProblem
 
 __all__ = [
-    "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "REGISTERS_PER_SM",
-    "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile", "Device", "Dtype",
-    "KvFormat", "MergeConfig", "Parts", "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div",
-    "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles", "heads_tiles",
-    "merge_config", "shipped_configs",
+    "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "PREFILL_DIMS",
+    "REGISTERS_PER_SM", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile",
+    "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan", "PrefillProblem",
+    "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div", "choose_splits", "codec_config", "config_of",
+    "decode_config", "decode_plan", "decode_tiles", "heads_tiles", "merge_config", "prefill_config",
+    "prefill_configs", "prefill_plan", "shipped_configs",
 ]  # fmt: skip
 
-Config = AppendConfig | DecodeConfig | MergeConfig | QuantizeConfig
+Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig
 
 
 def shipped_configs(device: Device) -> list[Config]:
@@ -66,4 +75,4 @@ def shipped_configs(device: Device) -> list[Config]:
             codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean, num_heads=num_heads)
             for num_heads in (1, 64)
         )
-    return configs + append_configs()
+    return configs + append_configs() + prefill_configs(device)

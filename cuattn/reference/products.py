@@ -19,6 +19,7 @@ _ROWS_AT_ONCE = 16
 # lies below 1: sums of both keep clear of the ends of float16.
 _QUERY_EXPONENT = 15
 _WEIGHT_EXPONENT = 0
+_NORM_EXPONENT = 16
 
 
 def truncate_to_float32(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
@@ -81,11 +82,23 @@ def _norms(rows: Tbq4Rows) -> npt.NDArray[np.float32]:
     return norms + 0 * norms
 
 
-def scores(q: Array, k: Rows) -> npt.NDArray[np.float32]:
+def _as_float16(rows: Tbq4Rows) -> tuple[Array, float]:
+    """Return rotated rows as float16, as prefill has them in shared memory, and the power of two that they carry.
+
+    It brings the largest norm to float16's upper range.
+    """
+    norms = _norms(rows)
+    factor = float(_factor(norms.reshape(1, -1), _NORM_EXPONENT)[0, 0])
+    blocks = levels(rows.codes).astype(np.float16) * (norms * factor).astype(np.float16)[..., None]
+    return blocks.reshape(len(rows), 2 * rows.codes.shape[-1]), factor
+
+
+def scores(q: Array, k: Rows, *, expanded: bool = False) -> npt.NDArray[np.float32]:
     """Return the dot products of queries and keys of one head.
 
     For keys in TBQ4 the queries are rotated, brought to a common size and rounded to float16; the levels of a block are
-    float16; its sum is multiplied with its norm, and the product of query and mean is added last.
+    float16; its sum is multiplied with its norm, and the product of query and mean is added last. With `expanded`, see
+    `Options`, keys are float16 instead.
 
     Parameters
     ----------
@@ -104,16 +117,22 @@ def scores(q: Array, k: Rows) -> npt.NDArray[np.float32]:
     q16 = (rotated * factor).astype(np.float16).reshape(len(q), -1, block)
     levels16 = levels(k.codes).astype(np.float16)
     norms = _norms(k)
-    total = np.zeros((len(q), len(k)), np.float32)
-    for b in range(q16.shape[1]):
-        total += tensor_core(q16[:, b], levels16[:, b].T) * norms[:, b]
-    total = (total / factor).astype(np.float32)
+    if expanded:
+        k16, k_factor = _as_float16(k)
+        total = (tensor_core(q16.reshape(len(q), q.shape[-1]), k16.T) / (factor * k_factor)).astype(np.float32)
+    else:
+        total = np.zeros((len(q), len(k)), np.float32)
+        for b in range(q16.shape[1]):
+            total += tensor_core(q16[:, b], levels16[:, b].T) * norms[:, b]
+        total = (total / factor).astype(np.float32)
     if k.mean is not None:
         total += (q.astype(np.float64) @ k.mean.astype(np.float64)).astype(np.float32)[:, None]
     return total
 
 
-def weighted_sums(weights: npt.NDArray[np.float32], v: Rows, dtype: npt.DTypeLike) -> npt.NDArray[np.float32]:
+def weighted_sums(
+    weights: npt.NDArray[np.float32], v: Rows, dtype: npt.DTypeLike, *, expanded: bool = False
+) -> npt.NDArray[np.float32]:
     """Return the sums of the values of one head times their weights.
 
     For values in TBQ4 a weight takes the norm of a block in and the products of a row are brought to a common size
@@ -132,11 +151,15 @@ def weighted_sums(weights: npt.NDArray[np.float32], v: Rows, dtype: npt.DTypeLik
     """
     if not isinstance(v, Tbq4Rows):
         return tensor_core(weights.astype(dtype), v)
-    w = weights[:, :, None] * _norms(v)
-    factor = _factor(w, _WEIGHT_EXPONENT)
-    w16, levels16 = (w * factor).astype(np.float16), levels(v.codes).astype(np.float16)
-    blocks = [tensor_core(w16[:, :, b], levels16[:, b]) for b in range(w.shape[2])]
-    rotated = (np.concatenate(blocks, axis=1) / factor[:, 0]).astype(np.float32)
+    if expanded:
+        v16, v_factor = _as_float16(v)
+        rotated = (tensor_core(weights.astype(np.float16), v16) / v_factor).astype(np.float32)
+    else:
+        w = weights[:, :, None] * _norms(v)
+        factor = _factor(w, _WEIGHT_EXPONENT)
+        w16, levels16 = (w * factor).astype(np.float16), levels(v.codes).astype(np.float16)
+        blocks = [tensor_core(w16[:, :, b], levels16[:, b]) for b in range(w.shape[2])]
+        rotated = (np.concatenate(blocks, axis=1) / factor[:, 0]).astype(np.float32)
     total: npt.NDArray[np.float32] = unrotate(rotated, dtype=np.float32)
     if v.mean is not None:
         total += weights.sum(axis=1, dtype=np.float32)[:, None] * v.mean

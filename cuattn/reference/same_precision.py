@@ -27,7 +27,7 @@ def _attend_part(rows: Array, part: Part, kv_head: int, ranges: Array, options: 
     keys = max(start, part.start) + np.arange(len(k))
     visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
     scale = options.scale(rows.shape[-1])
-    x = scores(rows, k)
+    x = scores(rows, k, expanded=options.expanded)
     if options.softcap is None:
         x = x * np.float32(scale * LOG2_E)
     else:
@@ -35,7 +35,8 @@ def _attend_part(rows: Array, part: Part, kv_head: int, ranges: Array, options: 
     x = np.where(visible, x, np.float32(-np.inf))
     m = x.max(axis=1, initial=-np.inf)
     weights = np.exp2(x - _base(m)[:, None])
-    return SoftmaxState(m, weights.sum(axis=1, dtype=np.float32), weighted_sums(weights, v, rows.dtype))
+    out = weighted_sums(weights, v, rows.dtype, expanded=options.expanded)
+    return SoftmaxState(m, weights.sum(axis=1, dtype=np.float32), out)
 
 
 def _join(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
@@ -122,7 +123,7 @@ def attention_same_precision(
     lse : ndarray, float32
         Shape as in `prefill`.
     """
-    options = Options(causal, window, softcap, sinks, softmax_scale, dtype=q.dtype, rounded=True)
+    options = Options(causal, window, softcap, sinks, softmax_scale, dtype=q.dtype, rounded=True, expanded=True)
     return attend_each(
         attend_rounded,
         q,

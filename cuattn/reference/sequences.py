@@ -17,7 +17,11 @@ Cache: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What turns scores into weights, the same for every sequence of a call."""
+    """What turns scores into weights, the same for every sequence of a call.
+
+    With `rounded`, as a kernel rounds; with `expanded`, rows in TBQ4 are float16 before they are multiplied, as in the
+    tiles of prefill, while decode multiplies levels, and scores and weights by norms.
+    """
 
     causal: bool
     window: Window
@@ -26,6 +30,7 @@ class Options:
     softmax_scale: float | None
     dtype: npt.DTypeLike = np.float64
     rounded: bool = False
+    expanded: bool = False
 
     @property
     def lse_dtype(self) -> npt.DTypeLike:

@@ -21,67 +21,46 @@ constexpr int SLOT_BYTES = (cfg::TILE_KV * (Kv::ROW_BYTES + 2 * Kv::NORMS) + 127
 template <class K, class V>
 constexpr int RING_BYTES = cfg::NUM_STAGES * (SLOT_BYTES<K> + SLOT_BYTES<V>) / 2;
 
-// Norms of one row on their way from their plane to a slot. An infinite norm becomes NaN there: so is infinity times
-// levels of both signs, while infinity times their sum may hide a key, and an infinite weight leaves no range to the
-// others.
-template <int N>
-struct RowNorms;
-template <>
-struct RowNorms<0> {};
-template <>
-struct RowNorms<1> {
-  u32 bits[1];
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {{ptx::ld_global_u16(p)}}; }
-};
-template <>
-struct RowNorms<2> {
-  u32 bits[1];
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) { return {{*reinterpret_cast<const u32*>(p)}}; }
-};
-template <>
-struct RowNorms<4> {
-  u32 bits[2];
-  static __device__ __forceinline__ RowNorms fetch(const u8* p) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p);
-    return {{v.x, v.y}};
-  }
-};
+// Whether norms of any of these formats go to their slot through a register, one tile of their kind late: those of rows
+// with a single one, as cp.async has four bytes at least. All others are copied like rows, in the group of their rows.
+template <class... Kv>
+constexpr bool NORMS_ARE_LATE = ((Kv::NORMS == 1) || ...);
 
-// Norms in a slot: those of each KV head behind those of the one before, rows in the order of row % 8, then of row / 8.
-// So those of the rows whose scores a lane has, operand rows g and g + 8 of every 16, lie together.
+// Norms in a slot, those of a row side by side, rows in the order of row % 8, then of row / 8. So those of the rows
+// whose scores a lane has, operand rows g and g + 8 of every 16, lie together, or with those of other heads between.
+//
+// An infinite norm becomes NaN: so is infinity times levels of both signs, while infinity times their sum may hide a
+// key, and an infinite weight leaves no range to the others. That is done once, where a register holds the norm on its
+// way to the slot, else by each lane that reads it.
 template <class Kv>
 struct TileNorms {
   static constexpr int OF_ROW = Kv::NORMS / cfg::TILE_HEADS;  // in one head
   static constexpr int ROWS = cfg::TILE_KV / 8;
-  static constexpr int WORDS = (ROWS * OF_ROW + 1) / 2;
-  static constexpr int HEAD_BYTES = cfg::TILE_KV * 2 * OF_ROW;
+  // A lane's words have two norms each, but one where the next one in the slot is of another head.
+  static constexpr bool APART = OF_ROW == 1 && cfg::TILE_HEADS > 1;
+  static constexpr int HALVES_OF_ROW = APART ? 2 : OF_ROW;
+  static constexpr int WORDS = ROWS * HALVES_OF_ROW / 2;
   u32 words[WORDS > 0 ? WORDS : 1];
 
   static __device__ __forceinline__ u32 place_of_row(int row) {
-    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + (row % 8 * ROWS + row / 8) * 2 * OF_ROW);
+    return static_cast<u32>(cfg::TILE_KV * Kv::ROW_BYTES + (row % 8 * ROWS + row / 8) * 2 * Kv::NORMS);
   }
   // Of this lane's first row, in the head of its columns.
   static __device__ __forceinline__ u32 place(int lane) {
-    return place_of_row(tile_row(lane / 4)) + static_cast<u32>(lane % 4 * cfg::TILE_HEADS / 4 * HEAD_BYTES);
+    return place_of_row(tile_row(lane / 4)) + static_cast<u32>(lane % 4 * cfg::TILE_HEADS / 4 * 2 * OF_ROW);
   }
-  static __device__ __forceinline__ void write(u8* place, const RowNorms<Kv::NORMS>& norms) {
-    if constexpr (OF_ROW == 4) {
-      *reinterpret_cast<uint2*>(place) =
-          make_uint2(ptx::nan_if_infinite(norms.bits[0]), ptx::nan_if_infinite(norms.bits[1]));
-    } else if constexpr (OF_ROW == 2) {
-      *reinterpret_cast<u32*>(place) = ptx::nan_if_infinite(norms.bits[0]);
-    } else {
-#pragma unroll
-      for (int head = 0; head < cfg::TILE_HEADS; ++head) {
-        const u32 pair = ptx::nan_if_infinite(norms.bits[head / 2]);
-        *reinterpret_cast<u16*>(place + head * HEAD_BYTES) = static_cast<u16>(pair >> head % 2 * 16);
-      }
-    }
+  static __device__ __forceinline__ void write(u8* place, u32 norm) {
+    *reinterpret_cast<u16*>(place) = static_cast<u16>(ptx::nan_if_infinite(norm));
   }
 
   // `first` is what place() gives.
   __device__ __forceinline__ TileNorms(const u8* tile, u32 first) {
-    if constexpr (Kv::NORMS > 0) {
+    if constexpr (APART) {
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        words[i] = ptx::nan_if_infinite(*reinterpret_cast<const u16*>(tile + first + 2 * Kv::NORMS * i));
+      }
+    } else if constexpr (Kv::NORMS > 0) {
       constexpr int AT_ONCE = OF_ROW == 1 ? WORDS : 1;  // more would have to be neighboring registers
       struct alignas(4 * AT_ONCE) Vector {
         u32 words[AT_ONCE];
@@ -90,7 +69,9 @@ struct TileNorms {
       for (int i = 0; i < WORDS; i += AT_ONCE) {
         const Vector v = *reinterpret_cast<const Vector*>(tile + first + 4 * i);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) words[i + j] = v.words[j];
+        for (int j = 0; j < AT_ONCE; ++j) {
+          words[i + j] = NORMS_ARE_LATE<Kv> ? v.words[j] : ptx::nan_if_infinite(v.words[j]);
+        }
       }
     }
   }
@@ -100,16 +81,16 @@ struct TileNorms {
       return 1.f;
     } else {
       // Where parts take turns, only `part` is not known: no index of an array may come from it.
-      const int first = (2 * block + half) * OF_ROW, word = first / 2;
+      const int first = (2 * block + half) * HALVES_OF_ROW, word = first / 2;
       const u32 pair = OF_ROW == 4 && part >= 2 ? words[word + 1] : words[word];
       return ptx::to_float(Half{static_cast<u16>(pair >> (16 * ((first + part) % 2)))});
     }
   }
 };
 
-// The rows of K (`IS_K`) or of V of this CTA's KV heads: where they lie in global memory, and the norms of the tile
-// before, which wait in registers for this one. Addresses are made from the parameters where they are needed: few are,
-// and a thread has no registers to spare.
+// The rows of K (`IS_K`) or of V of this CTA's KV heads: where they lie in global memory, and, where norms are late, a
+// norm of the tile before, which waits in a register for this one. Addresses are made from the parameters where they
+// are needed: few are, and a thread has no registers to spare.
 template <class Kv, bool IS_K>
 struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
@@ -119,16 +100,15 @@ struct Stream {
   static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
   static constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
   static constexpr bool ONE_PLACE = WHOLE_ROWS && ROWS_AT_ONCE % Kv::ROW_PERIOD == 0;
-  using Norms = RowNorms<Kv::NORMS>;
   const DecodeParams& p;
   const u8* at;        // of this lane's first copy in the next tile
   const u8* norms_at;  // of the norms of this lane's row there
-  Norms waiting;       // of the tile before
+  u32 waiting;         // norm of the tile before
   // In a slot: of this lane's first copy, where the others are a fixed number of rows further, and of its row's norms.
   u32 place, norms_place;
 
   __device__ __forceinline__ Stream(const DecodeParams& params, u32 first_place, u32 place_of_norms)
-      : p(params), at(nullptr), norms_at(nullptr), waiting{}, place(first_place), norms_place(place_of_norms) {}
+      : p(params), at(nullptr), norms_at(nullptr), waiting(0), place(first_place), norms_place(place_of_norms) {}
 
   static __device__ __forceinline__ u32 first_place(int lane) {
     return static_cast<u32>(Kv::offset(lane / Kv::CHUNKS, lane % Kv::CHUNKS));
@@ -196,29 +176,32 @@ struct Stream {
     }
   }
 
-  // Norms that were loaded for a tile go to its slot, before others take their registers: a whole step is their
-  // latency.
+  // A norm that was loaded for a tile goes to its slot, before others take its register: a whole step is its latency.
   __device__ __forceinline__ void store_norms(u8* slot, int lane) const {
-    if constexpr (Kv::NORMS > 0) {
+    if constexpr (NORMS_ARE_LATE<Kv>) {
       if (lane < cfg::TILE_KV) TileNorms<Kv>::write(slot + norms_place, waiting);
     }
   }
-  __device__ __forceinline__ void load_norms(const u8* address, bool valid) {
-    if constexpr (Kv::NORMS > 0) {
-      waiting = Norms{};
-      if (valid) waiting = Norms::fetch(address);
+  // This lane's row has its norms at `address`; zeros, and nothing is read there, unless `valid`.
+  __device__ __forceinline__ void load_norms(u8* slot, const u8* address, bool valid, int lane) {
+    if constexpr (NORMS_ARE_LATE<Kv>) {
+      waiting = 0;
+      if (valid) waiting = ptx::ld_global_u16(address);
+    } else if constexpr (Kv::NORMS > 0) {
+      if (lane < cfg::TILE_KV) ptx::cp_async_small<2 * Kv::NORMS>(slot + norms_place, address, valid);
     }
   }
 
   // Rows and norms of a whole tile inside of a page.
   __device__ __forceinline__ void load(u8* slot, int lane) {
     copy(slot, lane);
-    load_norms(norms_at, true);
+    load_norms(slot, norms_at, true, lane);
   }
   // Rows and norms of any tile; nothing is copied if there is none.
   __device__ __forceinline__ void load(u8* slot, bool exists, int page, int token, bool valid, int lane) {
     if (exists) copy(slot, page, token, valid, lane);
-    load_norms(norms(page, token), valid);
+    // No row is valid where there is no tile, so that a register needs no branch for that.
+    if (exists || NORMS_ARE_LATE<Kv>) load_norms(slot, norms(page, token), valid, lane);
   }
 };
 
@@ -312,13 +295,13 @@ struct Loader {
   // Whether the tile that is loaded while one of K (`AFTER_K`) or of V is in use is one of K.
   template <bool AFTER_K>
   static constexpr bool LOADS_K = AFTER_K == (cfg::NUM_STAGES % 2 == 1);
-  // Norms that wait in the registers that load_ahead is going to load; `slot` is that of the tile in use. A barrier of
-  // the warp between the two keeps the compiler from loading into other registers and copying those, for which the
-  // norms would have to be there.
+  // The norm that waits in the register that load_ahead is going to load; `slot` is that of the tile in use. A barrier
+  // of the warp between the two keeps the compiler from loading into another register and copying that, for which the
+  // norm would have to be there.
   template <bool AFTER_K>
   __device__ __forceinline__ void store_norms(u32 slot, int lane) const {
     // Of the tile that follows by NUM_STAGES - 3.
-    static_assert(K::NORMS + V::NORMS == 0 || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0),
+    static_assert(!NORMS_ARE_LATE<K, V> || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0),
                   "the slots below are for an even number of stages, from four on");
     u32 waiting = next_slot<AFTER_K>(slot);
     if constexpr (cfg::NUM_STAGES > 4) {

@@ -88,6 +88,58 @@ struct MergeParams {
   int reserved;
 };
 
+struct PrefillParams {
+  const u8* q;              // [batch, num_tokens, num_qo_heads, head_dim], or ragged [num_tokens, num_qo_heads, ...]
+  const u8* k;              // [num_pages, page_size, num_kv_heads] rows, see kv/*.cuh; ragged: one page
+  const u8* v;              // as k
+  const u8* k_norms;        // norms of the rows of k; null: a format without norms
+  const u8* v_norms;        // as k_norms
+  const float* k_mean;      // [num_kv_heads, head_dim], what keys had before it was subtracted; null: none
+  const float* v_mean;      // as k_mean
+  u8* out;                  // as q, value_dim
+  float* lse;               // as q without head_dim, contiguous, natural log; null: not wanted
+  const int* cu_seqlens_q;  // [batch + 1], where the tokens of each sequence begin; null: not ragged
+  const int* cu_seqlens_k;  // [batch + 1], as cu_seqlens_q; null: pages
+  const int* kv_len;        // [batch], tokens; null: capacity
+  const int* page_table;    // [batch, max_pages]; null: page b is all of sequence b
+  const float* sinks;       // [num_qo_heads], score of a key whose value is zero; null: none
+  i64 q_stride_batch;
+  i64 q_stride_token;
+  i64 q_stride_head;
+  i64 k_stride_page;
+  i64 k_stride_token;
+  i64 k_stride_head;
+  i64 v_stride_page;
+  i64 v_stride_token;
+  i64 v_stride_head;
+  i64 k_norms_stride_page;
+  i64 k_norms_stride_token;
+  i64 k_norms_stride_head;
+  i64 v_norms_stride_page;
+  i64 v_norms_stride_token;
+  i64 v_norms_stride_head;
+  i64 out_stride_batch;
+  i64 out_stride_token;
+  i64 out_stride_head;
+  i64 kv_len_stride;
+  i64 page_table_stride_batch;
+  i64 page_table_stride_page;
+  int batch;
+  int num_tokens;  // of q, of a sequence or of all ragged ones
+  int num_qo_heads;
+  int num_kv_heads;
+  int group;        // query heads per KV head
+  int page_size;    // tokens
+  int capacity;     // tokens of k and v, of a sequence or of all ragged ones
+  int window_left;  // as in DecodeParams
+  int window_right;
+  int num_tiles;             // of query rows, of a sequence or of all ragged ones
+  int streams_at_once;       // KV heads, or KV heads of sequences, whose tiles are worked on together
+  float softmax_scale_log2;  // softmax_scale * log2(e)
+  float softcap_log2;        // softcap * log2(e); 0: none
+  float scale_over_softcap;  // softmax_scale / softcap
+};
+
 struct QuantizeParams {
   const u8* x;        // [dim0, dim1, heads, head_dim], In
   const float* mean;  // [heads, head_dim], subtracted; null: none

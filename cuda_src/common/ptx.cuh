@@ -77,6 +77,14 @@ __device__ __forceinline__ void cp_async16(void* dst, const void* src, bool vali
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src), "r"(valid ? 16 : 0)
                : "memory");
 }
+// PTX ISA: cp.async.ca.shared.global, likewise for 4 or 8 bytes, which .cg does not have.
+template <int BYTES>
+__device__ __forceinline__ void cp_async_small(void* dst, const void* src, bool valid) {
+  static_assert(BYTES == 4 || BYTES == 8, "cp_async16 has 16, and there is nothing below 4");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(smem_addr(dst)), "l"(src), "n"(BYTES),
+               "r"(valid ? BYTES : 0)
+               : "memory");
+}
 // PTX ISA: cp.async.commit_group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // PTX ISA: cp.async.wait_group; at most N of this thread's groups are still in flight afterwards.
@@ -135,6 +143,13 @@ __device__ __forceinline__ u8* opaque_shared(u8* p) {
 __device__ __forceinline__ u32 nan_if_infinite(u32 halves) {
   u32 r;
   asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(halves), "r"(0));
+  return r;
+}
+
+// PTX ISA: mul.rn.f16x2.
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 

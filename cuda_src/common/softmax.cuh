@@ -126,6 +126,115 @@ struct ColumnState {
   }
 };
 
+// What makes scores in log2 units of raw products, for rows g and g + 8 of each of M tiles; not negative. All rows have
+// one factor unless ROW_FACTORS.
+template <int M, bool ROW_FACTORS>
+struct RowFactors {
+  static constexpr int TILES = ROW_FACTORS ? M : 1, ROWS = ROW_FACTORS ? 2 : 1;
+  float of[TILES][ROWS];
+
+  template <class F>
+  __device__ __forceinline__ void fill(F f) {
+#pragma unroll
+    for (int r = 0; r < TILES; ++r) {
+#pragma unroll
+      for (int c = 0; c < ROWS; ++c) of[r][c] = f(r, c);
+    }
+  }
+  __device__ __forceinline__ float get(int r, int c) const { return of[ROW_FACTORS ? r : 0][ROW_FACTORS ? c : 0]; }
+};
+
+// The same state for rows of S = Q K^T: a lane holds rows g and g + 8 of each of M tiles, and columns 2t and 2t+1 of
+// tiles of 8 keys; m is equal in the four lanes of a row. Scores come as raw products, so that scaling them and taking
+// m off is one instruction.
+template <int M>
+struct RowState {
+  static constexpr float SLACK = ColumnState<1>::SLACK, LOWEST = ColumnState<1>::LOWEST;
+  float m[M][2];
+  float l[M][2];
+
+  __device__ __forceinline__ RowState() {
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) m[r][c] = LOWEST, l[r][c] = 0.f;
+    }
+  }
+
+  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew and calls rescale(r, c,
+  // by) for the accumulators of each row; that is rare after the first keys, and uniform in the warp.
+  template <int N, class Factors, class Rescale>
+  __device__ __forceinline__ void follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
+    float top[M][2];
+    bool grew = false;
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        top[r][c] = fmaxf(x[r][0][2 * c], x[r][0][2 * c + 1]);
+#pragma unroll
+        for (int n = 1; n < N; ++n) top[r][c] = fmaxf(top[r][c], fmaxf(x[r][n][2 * c], x[r][n][2 * c + 1]));
+        top[r][c] *= factors.get(r, c);
+        grew |= top[r][c] > m[r][c] + SLACK;
+      }
+    }
+    if (!__any_sync(FULL_MASK, grew)) return;
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float m_new = fmaxf(m[r][c], top[r][c]);
+        m_new = fmaxf(m_new, __shfl_xor_sync(FULL_MASK, m_new, 1));
+        m_new = fmaxf(m_new, __shfl_xor_sync(FULL_MASK, m_new, 2));
+        const float by = ptx::exp2(m[r][c] - m_new);
+        m[r][c] = m_new;
+        l[r][c] *= by;
+        rescale(r, c, by);
+      }
+    }
+  }
+
+  // From here on weights are 2^by times as large, as values are so much smaller: accumulators stay as they are. So m is
+  // about the largest of score plus log2 of a value's scale, and weights stay in range for values of all sizes.
+  __device__ __forceinline__ void shift(float by) {
+    const float factor = ptx::exp2(by);
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) m[r][c] -= by, l[r][c] *= factor;
+    }
+  }
+
+  template <class Factors>
+  __device__ __forceinline__ float weight(float x, const Factors& factors, int r, int c) const {
+    return ptx::exp2(fmaf(x, factors.get(r, c), -m[r][c]));
+  }
+
+  // Turns the scores of 8 keys and tile r into weights.
+  template <class Factors>
+  __device__ __forceinline__ void weigh(float (&x)[4], const Factors& factors, int r) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[e] = weight(x[e], factors, r, e / 2);
+      l[r][e / 2] += x[e];
+    }
+  }
+
+  __device__ __forceinline__ float maximum(int r, int c) const { return m[r][c] == LOWEST ? neg_inf() : m[r][c]; }
+
+  // Sums l over the four lanes of each row.
+  __device__ __forceinline__ void reduce() {
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        l[r][c] += __shfl_xor_sync(FULL_MASK, l[r][c], 1);
+        l[r][c] += __shfl_xor_sync(FULL_MASK, l[r][c], 2);
+      }
+    }
+  }
+};
+
 // Keeps weights, probabilities times the norms of values, in the range of fp16, as a maximum keeps probabilities there:
 // the weights of a column and its accumulators are multiplied by a power of two, so that the largest weight so far
 // is about 2^8. A weight that is 2^-22 of it, and a later one that is 2^7 times as large, is still a normal number.

@@ -16,16 +16,32 @@ template <int HEAD_DIM>
 struct Tile16 {
   static constexpr int ROW_BYTES = HEAD_DIM * 2;
   static constexpr int CHUNKS = ROW_BYTES / 16;
-  static constexpr int ROW_PERIOD = 8;  // rows whose chunks are swizzled alike are so far apart
+  static constexpr int ROW_PERIOD = 8;                    // rows whose chunks are swizzled alike are so far apart
+  static constexpr int PERIOD = CHUNKS % 8 == 0 ? 8 : 4;  // chunks that are exchanged among themselves
   static_assert(CHUNKS % 4 == 0, "head_dim must be a multiple of 32");
 
   // Byte offset of 16-byte chunk `chunk` of row `row`. ldmatrix reads one chunk of eight successive rows, which must
   // fall into eight different 16-byte columns of the 128-byte bank row. Rows of 64 mod 128 bytes alternate halves by
   // themselves and need two more bits; rows of 0 mod 128 bytes need all three.
   static __device__ __forceinline__ int offset(int row, int chunk) {
-    const int key = CHUNKS % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    const int key = PERIOD == 8 ? row & 7 : (row >> 1) & 3;
     return row * ROW_BYTES + ((chunk ^ key) << 4);
   }
+
+  // The same of chunk `first` + 2 `step`, from the offset of chunk `first`, 0 or 1: an XOR with one of few constants.
+  static __device__ __forceinline__ u32 step_offset(u32 first_offset, int step) {
+    return (first_offset ^ static_cast<u32>(2 * step % PERIOD * 16)) +
+           static_cast<u32>(2 * step / PERIOD * PERIOD * 16);
+  }
+};
+
+// Rows that no mma reads as they are.
+template <int BYTES>
+struct PlainRows {
+  static constexpr int ROW_BYTES = BYTES;
+  static constexpr int CHUNKS = ROW_BYTES / 16;
+  static constexpr int PERIOD = CHUNKS < 8 ? CHUNKS : 8;
+  static __device__ __forceinline__ int offset(int row, int chunk) { return row * ROW_BYTES + chunk * 16; }
 };
 
 #endif

@@ -46,6 +46,22 @@ struct ElemOf<Dtype::FP32> {
   using type = float;
 };
 
+// A flag as a type.
+template <bool VALUE>
+struct Flag {
+  static constexpr bool value = VALUE;
+};
+
+// The first type if FIRST, else the second.
+template <bool FIRST, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
 // Whether two types are one.
 template <class A, class B>
 constexpr bool SAME = false;

@@ -23,7 +23,8 @@ from cuattn._plan import DEVICES, HEAD_DIMS
 
 ROOT = Path(__file__).parents[2]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-PUBLIC = [cuattn.decode, cuattn.merge]
+PUBLIC = [cuattn.decode, cuattn.prefill, cuattn.merge]
+PLANS = [cuattn.plan_decode, cuattn.plan_prefill]
 # A program in a process of its own, which prints one literal.
 BLOCK = """
 import sys
@@ -246,6 +247,23 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "out": None,
             },
         ),
+        (
+            cuattn.prefill,
+            ["q", "k", "v"],
+            {
+                "causal": False,
+                "window": None,
+                "softcap": None,
+                "sinks": None,
+                "softmax_scale": None,
+                "cu_seqlens_q": None,
+                "cu_seqlens_k": None,
+                "kv_len": None,
+                "page_table": None,
+                "return_lse": False,
+                "out": None,
+            },
+        ),
         (cuattn.merge, ["out_partial", "lse_partial"], {"out": None}),
         (
             cuattn.append,
@@ -257,9 +275,14 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
             ["q", "k_cache", "v_cache", "kv_len"],
             {"page_table": None, "num_splits": None, "device": None},
         ),
+        (
+            cuattn.plan_prefill,
+            ["q", "k", "v"],
+            dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "kv_len", "page_table", "device")),
+        ),
         (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],
-    ids=["decode", "merge", "append", "plan_decode", "channel_mean"],
+    ids=["decode", "prefill", "merge", "append", "plan_decode", "plan_prefill", "channel_mean"],
 )
 def test_arrays_are_positional_and_everything_else_is_a_keyword(
     function: Callable[..., Any], positional: list[str], keywords: dict[str, Any]
@@ -284,9 +307,7 @@ def test_append_of_the_reference_has_the_same_arguments():
     assert [(p.name, p.kind, p.default) for p in public] == [(p.name, p.kind, p.default) for p in defined]
 
 
-@pytest.mark.parametrize(
-    "function", [*PUBLIC, cuattn.append, cuattn.plan_decode, cuattn.channel_mean], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", [*PUBLIC, *PLANS, cuattn.append, cuattn.channel_mean], ids=lambda f: f.__name__)
 def test_every_argument_is_documented(function: Callable[..., Any]) -> None:
     document = re.split(r"\n(?=\w+\n---)", inspect.getdoc(function).partition("Parameters\n")[2])[0]
     lines = [line.partition(" : ")[0] for line in document.splitlines() if line[:1].isalpha()]
@@ -298,6 +319,7 @@ def test_the_public_names_are_those_documented() -> None:
         "CompileError",
         "DecodePlan",
         "Device",
+        "PrefillPlan",
         "Tbq4Array",
         "__version__",
         "append",
@@ -306,6 +328,8 @@ def test_the_public_names_are_those_documented() -> None:
         "dequantize",
         "merge",
         "plan_decode",
+        "plan_prefill",
+        "prefill",
         "quantize",
         "reference",
     }
@@ -318,9 +342,11 @@ import numpy, cuattn
 q, kv = numpy.ones((1, 2, 64), numpy.float16), numpy.ones((1, 3, 1, 64), numpy.float16)
 out, lse = cuattn.decode(q, kv, kv, 3, return_lse=True)
 out, lse = cuattn.merge(out[None], lse[None])
-print((float(out[0, 0, 0]), cuattn.plan_decode(q, kv, kv).num_splits))
+prompt, lse = cuattn.prefill(q[:, None], kv, kv, return_lse=True)
+plan = cuattn.plan_prefill(q[:, None], kv, kv)
+print((float(out[0, 0, 0]), cuattn.plan_decode(q, kv, kv).num_splits, float(prompt[0, 0, 0, 0]), plan.workspace_bytes))
 """
-    assert run(code) == (1.0, 1)
+    assert run(code) == (1.0, 1, 1.0, 0)
 
 
 def test_the_blocker_of_the_last_test_blocks() -> None:

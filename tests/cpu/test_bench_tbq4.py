@@ -356,7 +356,7 @@ def test_readme_is_written_between_its_marks(dry_run, tmp_path):
     text.write_text("before\n<!-- bench:tbq4 -->\nold\n<!-- /bench -->\nafter\n")
     tbq4.measure(dry)
 
-    assert readme.write(text, tmp_path) == dry.path
+    assert readme.write(text, tmp_path) == [dry.path]
     once = text.read_text()
     readme.write(text, tmp_path)
 

@@ -17,6 +17,7 @@ CPP_TYPES["AppendSide"] = _params.APPEND_SIDE
     [
         ("DecodeParams", _params.DECODE),
         ("MergeParams", _params.MERGE),
+        ("PrefillParams", _params.PREFILL),
         ("QuantizeParams", _params.QUANTIZE),
         ("DequantizeParams", _params.DEQUANTIZE),
         ("AppendSide", _params.APPEND_SIDE),
@@ -36,6 +37,7 @@ def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
     [
         _params.DECODE,
         _params.MERGE,
+        _params.PREFILL,
         _params.QUANTIZE,
         _params.DEQUANTIZE,
         _params.APPEND_SIDE,
@@ -80,7 +82,7 @@ def test_enums_of_the_prelude_exist_in_the_sources(enum):
 def test_every_kernel_waits_for_the_grids_before_it():
     """They are launched to overlap with those; the other order is seen on a GPU only."""
     kernels = [path for path in _jit.CUDA_SRC.glob("*.cu") if "__global__" in path.read_text()]
-    assert len(kernels) == 5
+    assert len(kernels) == 6
     assert [path.name for path in kernels if path.read_text().count("ptx::griddepcontrol_wait();") != 1] == []
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import cupy
 import numpy as np
-from strategies import Problem
-from tolerance import assert_decode
+from strategies import PrefillProblem, Problem
+from tolerance import assert_decode, assert_prefill
 
 import cuattn
 
@@ -72,6 +72,32 @@ def decode(problem: Problem, **more: Any) -> tuple[np.ndarray, np.ndarray]:
 def check(problem: Problem, **more: Any) -> None:
     """Assert the error law of a problem on the GPU."""
     assert_decode(problem, *decode(problem, **more))
+
+
+def launch_prefill(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Prefill on the GPU into NaN; arrays of the host are copied there first."""
+    q, k, v = map(to_device, arrays)
+    value_dim = 2 * v.codes.shape[-1] if isinstance(v, cuattn.Tbq4Array) else v.shape[-1]
+    out = nans((*q.shape[:-1], value_dim), q.dtype)
+    options = {name: to_device(x) for name, x in options.items()}
+    got, lse = cuattn.prefill(q, k, v, **options, return_lse=True, out=out)
+    assert got is out
+    return out, lse
+
+
+def call_prefill(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Prefill as `launch_prefill` does and return out and lse on the host."""
+    return tuple(map(cupy.asnumpy, launch_prefill(arrays, options)))
+
+
+def prefill(problem: PrefillProblem, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Prefill a problem on the GPU and return out and lse on the host."""
+    return call_prefill(problem.arrays(), {**problem.options(), **more})
+
+
+def check_prefill(problem: PrefillProblem, **more: Any) -> None:
+    """Assert the error law of a problem on the GPU."""
+    assert_prefill(problem, *prefill(problem, **more))
 
 
 def assert_same_bits(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...], context: object = "") -> None:

@@ -1,4 +1,4 @@
-"""Small calls of decode, merge, append, quantize and dequantize for compute-sanitizer; results are checked too.
+"""Small calls of every kernel for compute-sanitizer; results are checked too.
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/gpu/sanitize.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
@@ -15,8 +15,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import cupy  # noqa: E402  after the path
 import numpy as np  # noqa: E402
 from gpu.helpers import to_device  # noqa: E402
-from strategies import EXACT_APPENDS, Problem  # noqa: E402
-from tolerance import assert_append, assert_blocks, assert_decode  # noqa: E402
+from strategies import EXACT_APPENDS, PrefillProblem, Problem  # noqa: E402
+from tolerance import assert_append, assert_blocks, assert_decode, assert_prefill  # noqa: E402
 
 import cuattn  # noqa: E402
 
@@ -38,10 +38,30 @@ PROBLEMS = (
     Problem(kv_len=(300, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=40),
     Problem(kv_len=(300, 2), group=3, head_dim=64, v_format="tbq4", num_sink=1, num_recent=4, means=True),
 )
+# Several tiles of rows and of keys, sequences without either, and more queries than keys.
+MIXED = ((100, 150), (0, 9), (7, 0), (70, 45))
+PREFILLS = (
+    PrefillProblem(MIXED, 2, 3, causal=True, sinks=True),
+    PrefillProblem(MIXED, group=2, head_dim=96, dtype="bfloat16", kv_layout="paged", page_size=16),
+    PrefillProblem(MIXED, group=6, head_dim=128, kv_layout="paged", page_size=5, causal=True, window=(40, None)),
+    PrefillProblem(
+        ((130, 70), (130, 200)), 2, 12, head_dim=128, dtype="bfloat16", q_layout="dense", kv_layout="padded"
+    ),
+    PrefillProblem(MIXED, group=2, head_dim=192, causal=True, softcap=5.0),
+    PrefillProblem(MIXED, group=2, head_dim=192, value_dim=128, dtype="bfloat16", causal=True),
+    PrefillProblem(((70, 70),), group=2, head_dim=256, q_layout="dense", kv_layout="dense", values="rising"),
+    PrefillProblem(MIXED, group=2, head_dim=512, dtype="bfloat16", values="late_max", window=(30, 30)),
+    PrefillProblem(MIXED, 2, 3, **TBQ4, means=True, causal=True, kv_layout="paged", page_size=16),
+    PrefillProblem(MIXED, group=3, head_dim=128, **TBQ4, dtype="bfloat16", values="tiny_v"),
+    PrefillProblem(MIXED, group=3, head_dim=256, **TBQ4, kv_layout="padded", causal=True, sinks=True),
+    PrefillProblem(MIXED, group=2, head_dim=512, **TBQ4, dtype="bfloat16", means=True),
+    PrefillProblem(MIXED, group=3, head_dim=128, k_format="tbq4", kv_layout="paged", page_size=5, means=True),
+    PrefillProblem(MIXED, group=3, head_dim=64, v_format="tbq4", dtype="bfloat16", causal=True, means=True),
+)
 
 
 def main() -> None:
-    """Run every problem with one split and with three, from exact allocations."""
+    """Run every problem of decode with one split and with three, and all others, from exact allocations."""
     # Every array has an allocation of its own, so that a step past its end is seen.
     cupy.cuda.set_allocator(None)
     for problem in PROBLEMS:
@@ -52,6 +72,10 @@ def main() -> None:
             assert_decode(problem, out.get(), lse.get())
         if problem.seqlen_q == 1:
             cuattn.merge(cupy.stack([out, out]), cupy.stack([lse, lse]))
+    for problem in PREFILLS:
+        options = {name: to_device(x) for name, x in problem.options().items()}
+        got = cuattn.prefill(*map(to_device, problem.arrays()), **options, return_lse=True)
+        assert_prefill(problem, *(x.get() for x in got))
     for problem in EXACT_APPENDS:
         bases = {name: cupy.asarray(x) for name, x in problem.bases().items()}
         arguments, options = problem.arguments(bases)
@@ -66,7 +90,8 @@ def main() -> None:
         assert_blocks(x, t.codes.get(), t.norms.get(), int(t.clamped[0]), mean=mean)
         cuattn.dequantize(t, dtype=dtype)
     cupy.cuda.Device().synchronize()
-    sys.stdout.write(f"{len(PROBLEMS)} problems and {len(EXACT_APPENDS)} of append\n")
+    counts = f"{len(PROBLEMS)} problems, {len(PREFILLS)} of prefill and {len(EXACT_APPENDS)} of append"
+    sys.stdout.write(f"{counts}\n")
 
 
 if __name__ == "__main__":

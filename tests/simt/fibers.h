@@ -95,7 +95,7 @@ struct Meeting {
 // A cp.async in flight: read at issue, written by the wait of its thread.
 struct AsyncCopy {
   void* dst;
-  int group;
+  int group, bytes;
   unsigned char data[16];
 };
 

@@ -111,8 +111,8 @@ class Module:
         seed : int
             Chooses the schedule, see fibers.h.
         memory : sequence of numpy.ndarray, optional
-            What ``cp_async16``, ``ld_global_nc_v4`` and ``bulk_load`` may read, besides the arrays in `args`.
-            Default: everything.
+            What ``cp_async16``, ``cp_async_small``, ``ld_global_nc_v4`` and ``bulk_load`` may read, besides the arrays
+            in `args`. Default: everything.
 
         Raises
         ------

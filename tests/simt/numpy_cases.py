@@ -124,8 +124,10 @@ def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray,
     row = copied[rows].view(u32)
     columns += [row[..., 1], row[..., 2] ^ row[..., 3] * u32(3), w[2] & w[0] | ~w[2] & w[1]]
     pairs = image.view(u32).reshape(-1, 2)[:128].reshape(4, 32, 2)
+    thread, single = np.arange(128).reshape(4, 32), image.view(u32).reshape(-1)[:128].reshape(4, 32)
     columns += [pairs[..., 0] ^ pairs[..., 1] * u32(3), image.reshape(-1)[:128].reshape(4, 32), lane]
-    columns.append(np.concatenate([np.zeros((2, 32), u32), w[12][:2]]))
+    columns += [np.where(thread % 5 == 2, 0, columns[-3]), copied.view(u32)[:128, 2].reshape(4, 32),
+                np.where(thread % 3 == 1, 0, single), np.concatenate([np.zeros((2, 32), u32), w[12][:2]])]  # fmt: skip
     columns += [0] * (NUM_WORDS - len(columns))
     return np.stack([np.broadcast_to(c, (4, 32)).astype(u32).ravel() for c in columns], 1)
 
@@ -149,6 +151,13 @@ def warp_cases() -> Iterator[Case]:
     halves = np.stack([low, low[::-1]], 1)
     poisoned = np.where((halves & 0x7FFF) >= 0x7C00, np.uint16(0x7FFF), halves)
     yield Case("warp_ops", "infinities", (Out(poisoned.copy().view(np.uint32)[:, 0]),), grid=2)
+
+    a, b = (words((1 << 16,), seed).view(F16) for seed in (7, 8))
+    with np.errstate(over="ignore", invalid="ignore"):
+        r = a * b
+    r = np.where(np.isnan(r), np.uint16(0x7FFF), r.view(np.uint16)).copy()
+    pairs = (a.view(np.uint32), b.view(np.uint32), Out(r.view(np.uint32)))
+    yield Case("warp_ops", "multiply_halves", (*pairs, np.int32(a.size // 2)), grid=2)
 
     x = rounding_edges()
     with np.errstate(over="ignore", invalid="ignore"):

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 from simt import harness
-from strategies import AppendProblem, Problem
+from strategies import AppendProblem, PrefillProblem, Problem
 
-from cuattn import _append, _check, _jit, _merge, _plan, _quantize, _segments, _tbq4
+from cuattn import _append, _check, _jit, _merge, _plan, _prefill, _quantize, _segments, _tbq4
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -89,6 +89,48 @@ def decode(problem: Problem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
     """Run a problem; shapes as `cuattn.decode` would return them."""
     out, lse = decode_arrays(*problem.arrays(), **problem.options(), **choices)
     return (out[:, 0], lse[:, 0]) if problem.seqlen_q == 1 else (out, lse)
+
+
+def prefill_arrays(
+    *arrays: Any,
+    seed: int = 0,
+    device: _plan.Device = H200,
+    patches: Sequence[tuple[str, str, str]] = (),
+    device_lengths: Mapping[str, np.ndarray] | None = None,
+    memory: Sequence[np.ndarray] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run prefill_mma.cu on NumPy arrays; results, unless `out` is given, start as NaN.
+
+    `device_lengths` are what the kernel reads as kv_len or cu_seqlens, without the checks that lengths on the host get.
+    `memory` is what it may read instead of all of q, k and v. `changes` are of fields of its config.
+
+    Returns
+    -------
+    out, lse : array
+        Shapes as `cuattn.prefill` would return them.
+    """
+    call = _check.prefill(*arrays, **options)
+    plan = _plan.prefill_plan(call.problem, device)
+    plan = replace(plan, config=replace(plan.config, **(changes or {})))
+    out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out
+    lse = np.full(call.out_shape[:-1], np.nan, np.float32)
+    lengths = {name: getattr(call, name) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
+    sinks = None if call.sinks is None else call.sinks.astype(np.float32)
+    params = _prefill.params_of(call, plan, out=out, lse=lse, sinks=sinks, **(lengths | dict(device_lengths or {})))
+    if out.size:
+        planes = [x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None]
+        build(plan.config, patches).launch(
+            "prefill_mma_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed,
+            memory=[call.q, *planes] if memory is None else memory,
+        )  # fmt: skip
+    return (out[0], lse[0]) if call.ragged else (out, lse)
+
+
+def prefill(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Run a problem; shapes as `cuattn.prefill` would return them."""
+    return prefill_arrays(*problem.arrays(), **problem.options(), **choices)
 
 
 def config_of(rows: np.ndarray, **choices: bool) -> _plan.QuantizeConfig:

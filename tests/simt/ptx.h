@@ -89,6 +89,22 @@ T load_shared(u32 address, Place at) {
   return load_argument<T>(p);
 }
 
+// Until the wait the destination holds NaN.
+template <int BYTES>
+void cp_async(void* dst, const void* src, bool valid, Place at) {
+  enter(at);
+  check_aligned(dst, BYTES, "cp.async");
+  smem_offset(dst, BYTES, "cp.async");
+  AsyncCopy copy{dst, self->copy_group, BYTES, {}};
+  if (valid) {
+    check_aligned(src, BYTES, "cp.async");
+    check_global(src, BYTES, "cp.async");
+    memcpy(copy.data, src, BYTES);
+  }
+  memset(dst, 0xff, BYTES);
+  self->copies.push_back(copy);
+}
+
 // d += a b; a word of an operand has K / 8 neighboring elements of k.
 template <int K, class Element>
 void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element element) {
@@ -162,19 +178,13 @@ inline u32 movmatrix_trans(u32 value, Place at = here()) {
   });
 }
 
-// Until the wait the destination holds NaN.
 inline void cp_async16(void* dst, const void* src, bool valid, Place at = here()) {
-  simt::enter(at);
-  simt::check_aligned(dst, 16, "cp.async");
-  simt::smem_offset(dst, 16, "cp.async");
-  simt::AsyncCopy copy{dst, simt::self->copy_group, {}};
-  if (valid) {
-    simt::check_aligned(src, 16, "cp.async");
-    simt::check_global(src, 16, "cp.async");
-    memcpy(copy.data, src, 16);
-  }
-  memset(dst, 0xff, 16);
-  simt::self->copies.push_back(copy);
+  simt::cp_async<16>(dst, src, valid, at);
+}
+template <int BYTES>
+void cp_async_small(void* dst, const void* src, bool valid, Place at = here()) {
+  static_assert(BYTES == 4 || BYTES == 8, "cp_async16 has 16, and there is nothing below 4");
+  simt::cp_async<BYTES>(dst, src, valid, at);
 }
 inline void cp_async_commit() { simt::self->copy_group++; }
 template <int N>
@@ -183,7 +193,7 @@ void cp_async_wait() {
   size_t kept = 0;
   for (const simt::AsyncCopy& copy : copies) {
     if (copy.group + N < simt::self->copy_group) {
-      memcpy(copy.dst, copy.data, 16);
+      memcpy(copy.dst, copy.data, copy.bytes);
     } else {
       copies[kept++] = copy;
     }
@@ -220,6 +230,12 @@ inline u8* opaque_shared(u8* p) { return p; }
 inline u32 nan_if_infinite(u32 halves) {
   const auto half = [](u32 h) { return (h & 0x7fff) == 0x7c00 ? h | 0x200 : h; };
   return half(halves & 0xffff) | half(halves >> 16) << 16;
+}
+inline u32 mul_half2(u32 a, u32 b) {
+  const auto product = [](u32 x, u32 y) -> u32 {  // exact in float32, so rounded once
+    return simt::float_to_half(simt::half_to_float(x & 0xffff) * simt::half_to_float(y & 0xffff));
+  };
+  return product(a, b) | product(a >> 16, b >> 16) << 16;
 }
 inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 

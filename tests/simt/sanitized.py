@@ -1,6 +1,7 @@
 """The kernels under AddressSanitizer and UBSan; run by test_decode.py in a process of its own.
 
-With the argument ``overrun`` a read past the end of the page table is planted, which must end the process.
+With the argument ``overrun`` a read past the end of the page table is planted, which must end the process. With
+``prefill``, as test_prefill.py runs it, that kernel is the one.
 """
 
 import sys
@@ -12,8 +13,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from simt import product  # noqa: E402  after the path
-from strategies import DTYPES, EXACT_APPENDS, Problem  # noqa: E402
-from tolerance import assert_append, assert_blocks, assert_decode  # noqa: E402
+from strategies import DTYPES, EXACT_APPENDS, PrefillProblem, Problem  # noqa: E402
+from tolerance import assert_append, assert_blocks, assert_decode, assert_prefill  # noqa: E402
 
 from cuattn import Tbq4Array  # noqa: E402
 
@@ -30,6 +31,14 @@ PROBLEMS = (
     Problem(kv_len=(50, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=10),
     Problem(kv_len=(40, 2), group=3, head_dim=128, v_format="tbq4", num_sink=1, num_recent=4, means=True),
 )
+# Tiles of 32 query rows and 16 keys, for two warps: so few kernels that their builds take no longer than all others.
+PREFILLS = (
+    PrefillProblem(((40, 70), (0, 5), (33, 33), (3, 0)), 2, 3, causal=True, sinks=True),
+    PrefillProblem(((40, 70), (5, 1)), group=3, kv_layout="paged", page_size=5, window=(20, 3), softcap=5.0),
+    PrefillProblem(((33, 40), (2, 17)), group=3, **TBQ4, kv_layout="paged", page_size=16, causal=True, means=True),
+    PrefillProblem(((20, 37),), group=3, **TBQ4, values="rising"),
+)
+SMALL = {"tile_q": 32, "tile_kv": 16, "num_stages": 2, "num_warps": 2}
 
 
 def exact_capacity(problem: Problem) -> tuple[Any, ...]:
@@ -44,6 +53,18 @@ def first_tokens(cache: Any, count: int) -> Any:
     if isinstance(cache, Tbq4Array):
         return Tbq4Array(*(x[:, :count].copy() for x in (cache.codes, cache.norms)), cache.mean)
     return cache[:, :count].copy()
+
+
+def prefills() -> None:
+    """Run problems of prefill; ragged arrays, and those of pages, end where the last token or page ends."""
+    for seed, problem in enumerate(PREFILLS):
+        options = problem.options()
+        if "page_table" in options:
+            used = -(-max(kv_len for _, kv_len in problem.seqlens) // problem.page_size)
+            options["page_table"] = options["page_table"][:, :used].copy()
+        got = product.prefill_arrays(*problem.arrays(), **options, seed=seed, changes=SMALL)
+        assert_prefill(problem, *got)
+    sys.stdout.write(f"{len(PREFILLS)} problems of prefill\n")
 
 
 def main() -> None:
@@ -82,4 +103,4 @@ def encode_and_decode(head_dim: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    prefills() if "prefill" in sys.argv else main()

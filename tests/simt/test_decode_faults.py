@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from simt import harness, product
 from strategies import Problem
-from tolerance import assert_call
+from tolerance import assert_call, assert_decode
 
 from cuattn import Tbq4Array
 
@@ -17,11 +17,16 @@ TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 RAW = Problem(kv_len=(301, 420), seqlen_q=2, group=3, page_size=16, values="late_max")
 DENSE = replace(RAW, seqlen_q=1, page_size=None)
 CODES = replace(RAW, **TBQ4, means=True, sinks=True)
-# Two blocks a row.
+# A block a row, whose norms are late, and a ring of four slots. Two blocks a row.
+ONE_BLOCK = replace(CODES, head_dim=128, kv_len=(900, 1300))
 BLOCKS = replace(CODES, head_dim=256)
+# Whole tiles, for whose copies no lane waits for another.
+DENSE_BLOCKS = replace(BLOCKS, page_size=None)
 # Two KV heads side by side in a tile, each with three of its eight columns and one that is padding; four with two.
 HEADS = replace(CODES, head_dim=128, num_kv_heads=4, seqlen_q=1, group=3, page_size=None)
 FOUR_HEADS = replace(HEADS, head_dim=64, num_kv_heads=8, group=2)
+# The last sequences have numbers that are no pages: their rows that are not there have addresses outside of the cache.
+MORE_SEQUENCES = replace(BLOCKS, kv_len=(20, *(0,) * 8, 20))
 # Values of norms from 5e-6 to 6e4, in every sequence of another kind.
 NORMS = replace(CODES, values="tiny_v", kv_len=(900, 901, 902), dtype="bfloat16")
 # A sink has some weight.
@@ -71,13 +76,38 @@ def infinite_norm_of_the_newest_value(arrays: Arrays) -> Arrays:
     return q, k, Tbq4Array(v.codes, norms, v.mean), kv_len
 
 
+def infinite_norm_of_a_key(arrays: Arrays) -> Arrays:
+    """Times a sum of either sign, one for each query head: minus infinity would hide the key."""
+    q, k, v, kv_len = arrays
+    norms = k.norms.copy()
+    norms[:, 10] = np.inf
+    return q, Tbq4Array(k.codes, norms, k.mean), v, kv_len
+
+
+def in_the_next_group(stream: str, problem: Problem) -> Fault:
+    """Norms of whole tiles of a stream, "k" or "v", are copied once the group of their rows is closed."""
+    end = {"k": "}\n  __device__ __forceinline__ void load_v", "v": "key0 += cfg::KEYS_PER_STEP;"}[stream]
+    old, commit = "load_norms(slot, norms_at, true, lane);", "ptx::cp_async_commit();"
+    space = {"k": "\n  ", "v": "\n    "}[stream]
+    late = f"if (whole) {stream}.load_norms(ring + slot, {stream}.norms_at, true, lane);"
+    patches = (
+        ("common/kv_ring.cuh", old, f"if constexpr (IS_K != {'true' if stream == 'k' else 'false'}) {old}"),
+        ("common/kv_ring.cuh", f"{commit}{space}{end}", f"{commit} {late}{space}{end}"),
+    )
+    return Fault(problem, patches)
+
+
 WAIT = "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();\n    "
 V_VISIBLE = "loader.template store_norms<false>(slot, lane);\n    __syncwarp();  // V of this step"
 K_VISIBLE = "loader.template store_norms<true>(slot, lane);\n    __syncwarp();  // K of this step"
-LATE_NORMS = """static_assert(cfg::NUM_STAGES >= 4 || K::NORMS + V::NORMS == 0,
-              "norms reach shared memory one tile of their kind late");"""
-SLOTS_OF_NORMS = """static_assert(K::NORMS + V::NORMS == 0 || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0),
-                  "the slots below are for an even number of stages, from four on");"""
+K_BARRIER, V_BARRIER = (f"__syncwarp();  // {x} of this step" for x in "KV")
+NORMS_OF_HEAD = "lane % 4 * cfg::TILE_HEADS / 4 * 2 * OF_ROW"
+# A ring of two slots passes for one that late norms may have, and nothing but norms is wrong in it.
+TOO_SHORT = (
+    ("decode.cu", "cfg::NUM_STAGES >= 4 || !NORMS_ARE_LATE<K, V>", "true"),
+    ("decode.cu", "NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1", "cfg::NUM_STAGES - 1"),
+    ("common/kv_ring.cuh", "!NORMS_ARE_LATE<K, V> || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0)", "true"),
+)
 FAULTS = {
     # Barriers and copies
     "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q is in shared memory, and the table", ""),
@@ -97,18 +127,26 @@ FAULTS = {
     "K is read before it has arrived": in_decode(RAW, WAIT + K_VISIBLE, K_VISIBLE),
     "V in codes is read before it has arrived": in_decode(CODES, WAIT + V_VISIBLE, V_VISIBLE),
     "K in codes is read before it has arrived": in_decode(CODES, WAIT + K_VISIBLE, K_VISIBLE),
+    "K in codes and its norms are read before all lanes have waited": in_decode(DENSE_BLOCKS, K_BARRIER, "//"),
+    "V in codes and its norms are read before all lanes have waited": in_decode(DENSE_BLOCKS, V_BARRIER, "//"),
+    "norms of K are in the group of the next tile": in_the_next_group("k", DENSE_BLOCKS),
+    "norms of V are in the group of the next tile": in_the_next_group("v", DENSE_BLOCKS),
+    "norms of K of several heads are in the group of the next tile": in_the_next_group("k", HEADS),
+    "norms of V of several heads are in the group of the next tile": in_the_next_group("v", FOUR_HEADS),
     "norms reach shared memory in the step that reads them": Fault(
-        replace(CODES, page_size=None), (("decode.cu", LATE_NORMS, ""), ("common/kv_ring.cuh", SLOTS_OF_NORMS, "")),
-        changes={"num_stages": 2},
+        replace(CODES, page_size=None), TOO_SHORT, changes={"num_stages": 2}
     ),
     "rows past the end of the sequence are copied": in_common(
         "kv_ring", DENSE, "&& key0 + cfg::TILE_KV <= end &&", "&&"
     ),
     "norms past the end of the sequence are loaded": in_common(
-        "kv_ring", replace(DENSE, **TBQ4), "&& key0 + cfg::TILE_KV <= end &&", "&&"
+        "kv_ring", replace(MORE_SEQUENCES, head_dim=64), "if (valid) waiting", "waiting"
+    ),
+    "norms past the end of the sequence are copied": in_common(
+        "kv_ring", MORE_SEQUENCES, "slot + norms_place, address, valid)", "slot + norms_place, address, true)"
     ),
     "norms in the slot of another tile": in_common(
-        "kv_ring", BLOCKS, "u32 waiting = next_slot<AFTER_K>(slot);", "u32 waiting = slot;"
+        "kv_ring", ONE_BLOCK, "u32 waiting = next_slot<AFTER_K>(slot);", "u32 waiting = slot;"
     ),
     "norms in the slot of another tile, of three steps": in_common(
         "kv_ring", replace(CODES, kv_len=(1150, 1600)), "(RING_BYTES<K, V> - STEP) : next - STEP;", "0 : next;"
@@ -138,8 +176,24 @@ FAULTS = {
     "every block has the norm of the first": in_common(
         "kv_ring", BLOCKS, "16 * ((first + part) % 2)", "16 * (first % 2)"
     ),
+    "an infinite norm stays as it is on its way through a register": in_common(
+        "kv_ring", replace(CODES, page_size=None), "static_cast<u16>(ptx::nan_if_infinite(norm))",
+        "static_cast<u16>(norm)", spoil=infinite_norm_of_a_key,
+    ),
+    "an infinite norm stays as it is in a slot": in_common(
+        "kv_ring", DENSE_BLOCKS, "ptx::nan_if_infinite(v.words[j])", "v.words[j]", spoil=infinite_norm_of_a_key
+    ),
+    "an infinite norm stays as it is beside those of other heads": in_common(
+        "kv_ring", HEADS, "words[i] = ptx::nan_if_infinite(", "words[i] = (", spoil=infinite_norm_of_a_key
+    ),
     "norms in the order of rows": in_common(
-        "kv_ring", CODES, "(row % 8 * ROWS + row / 8) * 2 * OF_ROW", "row * 2 * OF_ROW"
+        "kv_ring", CODES, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
+    ),
+    "norms of two blocks in the order of rows": in_common(
+        "kv_ring", BLOCKS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
+    ),
+    "norms of several heads in the order of rows": in_common(
+        "kv_ring", HEADS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
     ),
     "the weight of a hidden row is not zeroed": in_decode(
         replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
@@ -166,7 +220,7 @@ FAULTS = {
         replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.v_mean"
     ),
     "O stays in the rotated domain": in_format(
-        "tbq4", CODES, "const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
+        "tbq4_rows", CODES, "const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
         "const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
     ),
     # Orders that two policies must share
@@ -196,14 +250,15 @@ FAULTS = {
     "columns of another head take part": in_decode(
         HEADS, "lane / 4 / HEAD_ROWS == head ? x : 0", "lane / 4 / HEAD_ROWS != head ? x : 0"
     ),
-    "all columns take the norms of the first head": in_common(
-        "kv_ring", HEADS, "lane % 4 * cfg::TILE_HEADS / 4 * HEAD_BYTES", "0 * HEAD_BYTES"
-    ),
+    "all columns take the norms of the first head": in_common("kv_ring", HEADS, NORMS_OF_HEAD, "0"),
     "norms of the heads of a tile exchanged": in_common(
-        "kv_ring", HEADS, "pair >> head % 2 * 16", "pair >> (1 - head % 2) * 16"
+        "kv_ring", HEADS, NORMS_OF_HEAD, "(3 - lane % 4) * cfg::TILE_HEADS / 4 * 2 * OF_ROW"
     ),
     "norms of the third and fourth head are those of the first two": in_common(
-        "kv_ring", FOUR_HEADS, "norms.bits[head / 2]", "norms.bits[0]"
+        "kv_ring", FOUR_HEADS, NORMS_OF_HEAD, "lane % 2 * cfg::TILE_HEADS / 4 * 2 * OF_ROW"
+    ),
+    "norms of the row after in another head": in_common(
+        "kv_ring", HEADS, "first + 2 * Kv::NORMS * i", "first + 2 * OF_ROW * i"
     ),
     "codes of the first head for all": in_decode(HEADS, "head * KHead::PARTS + part, key_lane", "part, key_lane"),
     "values of the first head for all": in_decode(HEADS, "head * VHead::PARTS + part, value_lane", "part, value_lane"),
@@ -253,3 +308,10 @@ def test_a_planted_fault_is_caught(fault: Fault) -> None:
 def test_a_ring_too_short_for_norms_that_come_late_does_not_compile() -> None:
     with pytest.raises(harness.KernelError, match="norms reach shared memory one tile of their kind late"):
         product.decode(CODES, changes={"num_stages": 2})
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("problem", [BLOCKS, DENSE_BLOCKS, HEADS], ids=["paged", "dense", "heads"])
+def test_norms_that_come_with_their_rows_need_no_longer_ring(problem: Problem, num_stages: int) -> None:
+    for seed in range(4):
+        assert_decode(problem, *product.decode(problem, seed=seed, changes={"num_stages": num_stages}))

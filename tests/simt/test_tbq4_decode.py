@@ -275,8 +275,11 @@ VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("which", ["codes", "norms", "both"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_planes_with_any_outer_strides_are_read_in_place(view: str, which: str, page_size: int | None) -> None:
-    problem = replace(BOTH, page_size=page_size, head_dim=128)
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_planes_with_any_outer_strides_are_read_in_place(
+    head_dim: int, view: str, which: str, page_size: int | None
+) -> None:
+    problem = replace(BOTH, page_size=page_size, head_dim=head_dim)
     q, k, v, kv_len = problem.arrays()
     want = product.decode_arrays(q, k, v, kv_len, **problem.options())
     caches = []

@@ -37,6 +37,11 @@ extern "C" __global__ void copy_past_the_end(int* x) { ptx::cp_async16(ptx::dyna
 extern "C" __global__ void copy_past_the_array(int* x) { ptx::cp_async16(ptx::dynamic_smem(), x + 64, true); }
 extern "C" __global__ void load_past_the_array(int* x) { x[0] = static_cast<int>(ptx::ld_global_nc_v4(x + 64).x); }
 extern "C" __global__ void crooked_copy(int* x) { ptx::cp_async16(ptx::dynamic_smem() + 8, x, true); }
+extern "C" __global__ void crooked_target(int* x) { ptx::cp_async_small<8>(ptx::dynamic_smem() + 4, x, true); }
+extern "C" __global__ void crooked_source(int* x) { ptx::cp_async_small<8>(ptx::dynamic_smem(), x + 1, true); }
+extern "C" __global__ void small_copy_past_the_array(int* x) {
+  ptx::cp_async_small<4>(ptx::dynamic_smem(), x + 64, true);
+}
 extern "C" __global__ void crooked_ldmatrix(int*) {
   u32 r[4];
   ptx::ldmatrix_x4(r, ptx::dynamic_smem() + threadIdx.x * 8);

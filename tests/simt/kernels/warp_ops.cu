@@ -1,7 +1,7 @@
 // warp_ops.cu -- every function of common/ptx.cuh, and the warp built-ins, one result a column.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   warp_ops   grid (1), block 128     permute, convert, infinities   any grid and block
+//   warp_ops   grid (1), block 128     permute, convert, infinities, multiply_halves   any grid and block
 // tests/simt/cases.py computes the same in NumPy, in the same order.
 #include "common/ptx.cuh"
 
@@ -90,6 +90,15 @@ extern "C" __global__ void __launch_bounds__(128)
   out[n++] = half_wide.x ^ half_wide.y * 3;
   out[n++] = ptx::ld_global_u16(reinterpret_cast<const u16*>(image) + tid);
   out[n++] = static_cast<u32>(ptx::opaque_shared(smem + lane) - smem);
+  __syncthreads();  // all have read the image, where smaller pieces of it go
+  ptx::cp_async_small<8>(smem + tid * 16, reinterpret_cast<const uint2*>(image) + tid, tid % 5 != 2);
+  ptx::cp_async_small<4>(smem + tid * 16 + 12, reinterpret_cast<const u32*>(image) + tid, tid % 3 != 1);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  const uint4 piece = *reinterpret_cast<const uint4*>(smem + tid * 16);  // its third word is still the image's
+  out[n++] = piece.x ^ piece.y * 3;
+  out[n++] = piece.z;
+  out[n++] = piece.w;
 
   // Warps 0 and 1 hand words to warps 2 and 3 through a named barrier.
   if (tid < 64) {
@@ -125,6 +134,15 @@ extern "C" __global__ void infinities(u32* out) {
   const auto one_nan = [](u32 half) { return (half & 0x7fff) > 0x7c00 ? 0x7fffu : half; };
   for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
     const u32 r = ptx::nan_if_infinite(i | (65535 - i) << 16);
+    out[i] = one_nan(r & 0xffff) | one_nan(r >> 16) << 16;
+  }
+}
+
+// a, b, out [n]: two halves each, NaN as 0x7fff.
+extern "C" __global__ void multiply_halves(const u32* a, const u32* b, u32* out, int n) {
+  const auto one_nan = [](u32 half) { return (half & 0x7fff) > 0x7c00 ? 0x7fffu : half; };
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    const u32 r = ptx::mul_half2(a[i], b[i]);
     out[i] = one_nan(r & 0xffff) | one_nan(r >> 16) << 16;
   }
 }

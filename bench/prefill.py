@@ -1,0 +1,162 @@
+"""The topic prefill: prompts, long prompts with a window and chunks against caches, beside others and a product."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
+from itertools import repeat
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from cuattn import CompileError, _arrays, _jit, _plan
+
+from . import peers, prefill_record, timing
+from .cases import DTYPES
+from .inputs import WrongResultError, normal
+from .prefill_cases import prefill_cases
+from .prefill_inputs import PrefillInputs
+from .run import FAILURES, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .prefill_cases import PrefillCase
+    from .prefill_inputs import Expected
+
+# Calls of up to 40 ms, about a hundred of them, that keep all SMs busy: few samples of each, and short pauses for the
+# clock, so that everything takes less than two minutes.
+SAMPLING = timing.Sampling(at_least=10, at_most=15, sample_us=5000.0, pauses=2, pause_s=0.03)
+
+
+def measure(run: Run) -> None:
+    """Measure everything of the topic that is selected."""
+    start = time.perf_counter()
+    selected = run.selected("prefill", prefill_cases(run.options.dtype, run.options.page_size))
+    build_kernels(selected)
+    torch, run.env["peers"] = peers.find()
+    print(f"peers: {run.env['peers']}", file=sys.stderr)
+    topic = _Topic(run, torch)
+    for case in selected:
+        try:
+            topic.case(case)
+        except FAILURES as error:
+            run.fail(f"prefill-{case.name}", error)
+        run.save()
+    run.env["seconds"] = round(time.perf_counter() - start, 1)
+
+
+def _build(config: _plan.PrefillConfig, arch: str) -> None:
+    with suppress(CompileError):
+        _jit.build(config, arch)
+
+
+def build_kernels(selected: Sequence[PrefillCase]) -> None:
+    """Compile what cases need and the disk cache lacks, each kernel in a process: together they take half a minute.
+
+    What does not compile or fit is left to its case to say.
+    """
+    device = _arrays.device(_arrays.import_cupy().cuda.Device().id)
+    configs: dict[_plan.PrefillConfig, None] = {}
+    for case in selected:
+        with suppress(ValueError):
+            configs[_plan.prefill_plan(case.problem, device).config] = None
+    missing = [config for config in configs if not _jit.cubin_path(config, device.arch).exists()]
+    if missing:
+        workers = min(len(missing), os.cpu_count() or 1)
+        # The context of the GPU does not survive a fork. Without processes this one compiles when it comes to a case.
+        with (
+            suppress(BrokenExecutor, OSError),
+            ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+        ):
+            list(pool.map(_build, missing, repeat(device.arch)))
+
+
+class _Topic:
+    """What the cases of a run share: PyTorch if there is one, and the roof of each dtype."""
+
+    def __init__(self, run: Run, torch: peers.Torch | None) -> None:
+        self._run, self._torch = run, torch
+        self._sampling = timing.QUICK if run.options.quick else SAMPLING
+        self._flop_us: dict[str, float] = {}
+
+    def case(self, case: PrefillCase) -> None:
+        """Check and time one case, and its peers."""
+        run = self._run
+        roof_us = case.flops * self._roof(case.dtype)
+        sets, notes = run.sets(case.read_bytes)
+        if sets == 0:
+            print(f"{case.name}: skipped, its arrays of {case.read_bytes / 1e9:.1f} GB do not fit", file=sys.stderr)
+            return
+        arrays = PrefillInputs(case, sets)
+        expected = arrays.expected()
+        found = self._cuattn(arrays, expected)
+        config = arrays.plan().config
+        tile = f"tile {config.tile_q}x{config.tile_kv}"
+        others, missing = self._peers(arrays, expected) if case.has_peers else ({}, ())
+        run.add(
+            prefill_record.row(case, found, roof_us=roof_us, notes=(tile, *notes, *missing)),
+            *(
+                prefill_record.row(case, other, impl=impl, roof_us=roof_us, notes=(*peers.NOTES[impl], *notes))
+                for impl, other in others.items()
+            ),
+        )
+
+    def _roof(self, dtype: str) -> float:
+        """Return the microseconds of a FLOP in a cuBLAS product; zero if there is no cuBLAS."""
+        if dtype not in self._flop_us:
+            self._flop_us[dtype] = 0.0
+            try:
+                found = self._product(dtype)
+            # CuPy imports cuBLAS when it is first needed.
+            except (*FAILURES, ImportError, TypeError) as error:
+                print(f"no roof in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
+            else:
+                line = prefill_record.product_row(dtype, found)
+                self._run.add(line)
+                self._flop_us[dtype] = line.us / line.flops
+        return self._flop_us[dtype]
+
+    def _product(self, dtype: str) -> timing.Timing:
+        self._run.available()
+        shape = (prefill_record.PRODUCT_SIZE,) * 2
+        size = shape[0] * shape[1]
+        a, b = (normal(size, DTYPES[dtype], seed).reshape(shape) for seed in (0, size))
+        call, capture = peers.product(self._torch, a, b, _arrays.import_cupy().empty(shape, DTYPES[dtype]))
+        return timing.replayed([call], self._sampling, capture)
+
+    def _cuattn(self, arrays: PrefillInputs, expected: list[Expected]) -> timing.Timing:
+        calls = arrays.calls()
+        arrays.poison()
+        arrays.check(expected, *calls[0]())
+        before = arrays.out()
+        arrays.poison()
+        found = timing.replayed(calls, self._sampling)
+        if not arrays.is_out(before):
+            msg = "the replayed graph gives other bits than the call"
+            raise WrongResultError(msg)
+        return found
+
+    def _peers(
+        self, arrays: PrefillInputs, expected: list[Expected]
+    ) -> tuple[dict[str, timing.Timing], tuple[str, ...]]:
+        """Time peers that are there and right; notes say why one is left out."""
+        found: dict[str, timing.Timing] = {}
+        missing: list[str] = []
+        if self._torch is None:
+            return found, ()
+        for impl in peers.BACKENDS:
+            try:
+                found[impl] = self._peer(self._torch, impl, arrays, expected)
+            except (*FAILURES, AttributeError, ImportError, TypeError) as error:
+                missing.append(textwrap.shorten(f"{impl} left out: {type(error).__name__}: {error}", 160))
+        self._torch.free()
+        return found, tuple(missing)
+
+    def _peer(self, torch: peers.Torch, impl: str, arrays: PrefillInputs, expected: list[Expected]) -> timing.Timing:
+        calls = [torch.attention(impl, *rows, causal=arrays.case.causal) for rows in arrays.rows]
+        arrays.check(expected, torch.result(calls[0](), DTYPES[arrays.case.dtype]))
+        return timing.replayed(calls, self._sampling, torch.graph_of)

@@ -1,0 +1,300 @@
+"""`prefill` and `plan_prefill`: check, plan, allocate, launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _check, _jit, _params, _plan, reference
+from ._arrays import Array
+from ._cache import Cache, Planes
+from ._quantize import Tbq4Array
+
+
+def prefill(
+    q: Array,
+    k: Array | Tbq4Array,
+    v: Array | Tbq4Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kv_len: Array | None = None,
+    page_table: Array | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Any:  # noqa: ANN401  an array, or a pair of arrays with return_lse
+    """Attend from many tokens of each sequence to its keys and values: a prompt, or a chunk of one against a cache.
+
+    Computes ``softmax(softmax_scale * q @ k.T) @ v`` for every query head of every sequence. Query head ``h`` reads KV
+    head ``h // group``, where ``group = num_qo_heads // num_kv_heads``. The tokens of `q` are the last of a sequence:
+    with ``seqlen_q`` of them and ``seqlen_k`` keys, token ``i`` stands at position ``p = seqlen_k - seqlen_q + i``, and
+    before all keys if that is negative. Causal masks and windows go by it::
+
+        seqlen_q = 2, seqlen_k = 4  full     causal   window (1, 0)
+        token 0 (p = 2)             1 1 1 1  1 1 1 0  0 1 1 0
+        token 1 (p = 3)             1 1 1 1  1 1 1 1  0 0 1 1
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, num_qo_heads, head_dim) or (total_q, num_qo_heads, head_dim)
+        Queries, float16 or bfloat16: dense, or with `cu_seqlens_q` ragged, the tokens of all sequences one after the
+        other. head_dim is 64, 96, 128, 192, 256 or 512. Rows (the last axis) are contiguous and start at multiples of
+        16 bytes; other axes may have any stride, here and in `k`, `v` and `out`.
+    k, v : array of the dtype of `q`, or Tbq4Array
+        Keys of head_dim and values of value_dim elements: the same number, or 192 and 128. Both lie in the same way::
+
+            dense    (batch, seqlen_k, num_kv_heads, dim)      `kv_len` may say how many keys of each sequence are valid
+            ragged   (total_k, num_kv_heads, dim)              with `cu_seqlens_k`, or as ragged q
+            paged    (num_pages, page_size, num_kv_heads, dim) with `page_table` and `kv_len`
+
+        and each of these goes with dense and with ragged `q`. num_kv_heads divides num_qo_heads. What lies at or past
+        `kv_len`, or in pages that are not used, may be anything, NaN included. Each of the two may be rows in TBQ4,
+        whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at multiples of 16 bytes, and rows
+        of norms at multiples of their size or of 8 bytes. The keys and values attended to are those of `dequantize`,
+        the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their mean.
+    causal : bool, default False
+        Whether a token sees only keys up to its own position ``p``.
+    window : tuple (left, right), optional
+        Keys ``p - left`` to ``p + right`` are visible, both included; None or -1 is unbounded.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``, after scaling and before masks.
+    sinks : array, shape (num_qo_heads,), float32 or dtype of `q`, optional
+        Score of one more key of each query head whose value is zero. -inf is no sink.
+    softmax_scale : float, optional
+        Default ``head_dim ** -0.5``.
+    cu_seqlens_q : array, shape (batch + 1,), int32, or sequence of int, optional
+        Sequence ``b`` has the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1`` of ragged `q`; the first entry
+        is 0, none is less than the one before it, and the last is total_q. A GPU array is read by the kernel, so a
+        captured CUDA graph follows its contents, and is not checked. Entries on the host are checked and copied.
+    cu_seqlens_k : array, shape (batch + 1,), int32, or sequence of int, optional
+        The same for ragged `k` and `v` and their total_k tokens. Default, if `q` is ragged: `cu_seqlens_q`. Not with
+        other keys.
+    kv_len : array, shape (batch,), int32, or int, or sequence of int, optional
+        Valid keys of each sequence in dense or paged `k` and `v`; 0 is allowed. Default: seqlen_k, all that are there.
+        Needed with `page_table`, and not with ragged keys. A GPU array is read by the kernel; values there are limited
+        to 0 .. what `k` holds of a sequence. Lengths on the host are checked and copied.
+    page_table : array, shape (batch, max_pages), int32, optional
+        Page ``page_table[b, i]`` holds keys ``i * page_size`` and following of sequence ``b``. Any page size. Entries
+        past the last used one are not read. Entries on a GPU are not checked.
+    return_lse : bool, default False
+    out : array, shape of the result, dtype of `q`, optional
+        Receives the result, and is returned; as a CuPy or NumPy array over its memory if it is of another library.
+
+    Returns
+    -------
+    out : array, shape of `q` with value_dim for head_dim, dtype of `q`
+        Zero for a row that sees no key.
+    lse : array, shape of `q` without head_dim, float32
+        Natural-log sum of exponentials of the scaled scores, -inf for a row that sees neither key nor sink. Only if
+        `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or two do not go together; the message names it, its value and what would be
+        accepted. Nothing is written then.
+    CompileError
+        If a kernel does not compile on this machine.
+
+    See Also
+    --------
+    decode : the newest tokens, 16 at most, against long caches.
+    append : writes keys and values into the caches that `prefill` and `decode` read.
+    merge : combines results over disjoint parts of the keys.
+    cuattn.reference.prefill : the definition, in NumPy and float64.
+
+    Notes
+    -----
+    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
+    or ``__cuda_array_interface__``, run one kernel on the arrays' device and its current CuPy stream, without
+    synchronizing and without workspace, and come back as CuPy arrays. The same call gives the same bits every time.
+
+    A CUDA graph may capture a call if the same call ran before (the kernel is compiled and loaded by then), lengths are
+    contiguous and on the GPU, a `mean` is contiguous, `sinks` are contiguous float32, and the results are kept alive.
+
+    Arrays of other libraries are ordered by DLPack before the kernel: it waits for their producers. What reads `out`
+    afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
+    stream. `out` must not share memory with the other arrays, and must be writable memory, which CuPy does not check
+    for others' arrays.
+
+    The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
+
+    Examples
+    --------
+    >>> out = cuattn.prefill(q, k, v, causal=True)
+    >>> out = cuattn.prefill(q, k, v, causal=True, cu_seqlens_q=[0, 900, 1024])
+    >>> out = cuattn.prefill(chunk, k_cache, v_cache, causal=True, kv_len=kv_len, page_table=pages)
+    """
+    call = _check.prefill(
+        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table, out=out,
+    )  # fmt: skip
+    with_lse = _check.flag("return_lse", return_lse)
+    result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
+    if call.ragged:
+        result, lse = result[0], None if lse is None else lse[0]
+    result = _arrays.given(out, result)
+    return (result, lse) if with_lse else result
+
+
+def plan_prefill(
+    q: Array,
+    k: Array | Tbq4Array,
+    v: Array | Tbq4Array,
+    *,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kv_len: Array | None = None,
+    page_table: Array | None = None,
+    device: _plan.Device | str | None = None,
+) -> _plan.PrefillPlan:
+    """Say what `prefill` would run for these arrays, and why; ``print`` it.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
+        As for `prefill`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
+        A `page_table` comes with a `kv_len` here too.
+    device : Device or str, optional
+        GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
+        an NVIDIA H200.
+
+    Returns
+    -------
+    PrefillPlan
+        Config, grid, order of work and FLOPs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `prefill`, and for an unknown device.
+    """
+    call = _check.prefill(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table,
+        contents=False,
+    )  # fmt: skip
+    return _plan.prefill_plan(call.problem, _check.device(device, call.q))
+
+
+def _without_page(cache: Cache) -> Array | Planes:
+    """Return ragged rows as the reference takes them."""
+    if cache.norms is None:
+        return cache.rows[0]
+    return Planes(cache.rows[0], cache.norms[0], cache.mean)
+
+
+def _on_cpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array | None]:
+    k, v = (x.given if call.cu_seqlens_k is None else _without_page(x) for x in (call.k, call.v))
+    result, lse = reference.prefill(
+        call.q[0] if call.ragged else call.q, k, v, causal=call.causal, window=call.window,
+        softcap=call.softcap or None, sinks=call.sinks, softmax_scale=call.softmax_scale,
+        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, kv_len=call.kv_len,
+        page_table=call.page_table, return_lse=True,
+    )  # fmt: skip
+    out = np.empty(call.out_shape, call.q.dtype) if call.out is None else call.out
+    with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
+        out[...] = result.astype(out.dtype)
+    return out, lse.astype(np.float32).reshape(out.shape[:-1]) if with_lse else None
+
+
+def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array | None]:
+    cupy = _arrays.import_cupy()
+    ordinal = call.q.device.id
+    with cupy.cuda.Device(ordinal):
+        out = cupy.empty(call.out_shape, call.q.dtype) if call.out is None else call.out
+        lse = cupy.empty(out.shape[:-1], cupy.float32) if with_lse else None
+        if out.size == 0:
+            return out, lse
+        device = _arrays.device(ordinal)
+        plan = _plan.prefill_plan(call.problem, device)
+
+        def contiguous(x: Array | None) -> Array | None:
+            return None if x is None else cupy.ascontiguousarray(cupy.asarray(x))
+
+        # Names keep copies alive until the kernel is on its stream, after which their memory is reused in order.
+        kv_len = None if call.kv_len is None else cupy.asarray(call.kv_len)
+        begins_q = contiguous(call.cu_seqlens_q)
+        begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
+        sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
+        params = params_of(
+            call, plan, out=out, lse=lse, kv_len=kv_len, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k, sinks=sinks
+        )
+        _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
+    return out, lse
+
+
+def params_of(
+    call: _check.PrefillCall,
+    plan: _plan.PrefillPlan,
+    *,
+    out: Array,
+    lse: Array | None,
+    kv_len: Array | None,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    sinks: Array | None,
+) -> np.ndarray[Any, Any]:
+    """Fill the parameters of the kernel from arrays in one place.
+
+    Parameters
+    ----------
+    call : PrefillCall
+    plan : PrefillPlan
+        Of ``call.problem``.
+    out : array, shape ``call.out_shape``
+    lse : array, shape of `out` without value_dim, float32, contiguous, or None
+    kv_len, cu_seqlens_q, cu_seqlens_k : array, int32, or None
+        Those of `call`, where the kernel can read them; the latter two contiguous.
+    sinks : array, shape (num_qo_heads,), float32, contiguous, or None
+
+    Returns
+    -------
+    numpy.ndarray, size 1, dtype `_params.PREFILL`
+    """
+    left, right = call.window
+    log2_e = math.log2(math.e)
+    k, v, problem = call.k, call.v, plan.problem
+    values: dict[str, float] = {
+        "batch": problem.batch,
+        "num_tokens": problem.num_tokens,
+        "num_qo_heads": problem.num_qo_heads,
+        "num_kv_heads": problem.num_kv_heads,
+        "group": problem.group,
+        "page_size": k.page_size,
+        "capacity": problem.max_kv_len,
+        "window_left": left,
+        "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
+        "num_tiles": plan.num_tiles,
+        "streams_at_once": plan.streams_at_once,
+        "softmax_scale_log2": call.softmax_scale * log2_e,
+        "softcap_log2": call.softcap * log2_e,
+        "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
+        "kv_len_stride": 0 if kv_len is None else kv_len.strides[0],
+    }
+    arrays = {
+        "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
+        "v_mean": v.mean, "out": out, "lse": lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "kv_len": kv_len, "page_table": call.page_table, "sinks": sinks,
+    }  # fmt: skip
+    values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
+    for axes, names in (
+        (("batch", "token", "head"), ("q", "out")),
+        (("page", "token", "head"), ("k", "v", "k_norms", "v_norms")),
+        (("batch", "page"), ("page_table",)),
+    ):
+        for name in names:
+            strides = (0,) * len(axes) if arrays[name] is None else arrays[name].strides
+            values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
+    # Ragged arrays have their first axis from a view, with whatever stride.
+    if call.ragged:
+        values |= dict.fromkeys(("q_stride_batch", "out_stride_batch"), 0)
+    if cu_seqlens_k is not None:
+        values |= {f"{name}_stride_page": 0 for name in ("k", "v", "k_norms", "v_norms")}
+    return _params.fill(_params.PREFILL, values)

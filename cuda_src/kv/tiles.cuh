@@ -1,0 +1,37 @@
+// kv/tiles.cuh -- the tile seam: K and V as tiles of 16-bit rows. A kernel names a format only through TilesOf.
+// SPDX-License-Identifier: Apache-2.0
+//
+// A policy has:
+//   Operand            element type of the mma that multiplies its rows
+//   Tile               geometry of the rows that operands are read from
+//   Source             geometry of the rows as copies bring them
+//   Expansion          makes a tile of what copies bring, one tile ahead, by EXPAND_STEPS calls of make and put in all
+//                      threads; 0: a tile is what they bring
+//   NORMS              float16 norms of a row in a plane of their own; 0: none
+//   IN_ROTATED_DOMAIN  whether rows are rotated, so that Q and O must be too
+//   Buffers            its shared memory: incoming(i) for the copy of tile i, tile(i) to read operands from, whose
+//                      values are its elements times 2 to the power log2_scale(i); store_norms
+//   store_queries      Q to shared memory
+//   restore            a row of O in the lanes of a warp
+//   is_finite, pair, clear  elements of a tile
+#ifndef CUATTN_KV_TILES_CUH
+#define CUATTN_KV_TILES_CUH
+#include "kv/tiles_raw16.cuh"
+#if CUATTN_TBQ4
+#include "kv/tiles_tbq4.cuh"
+#endif
+
+template <KvFormat FORMAT, class Elem, int DIM>
+struct TilesOf;
+template <class Elem, int DIM>
+struct TilesOf<KvFormat::RAW16, Elem, DIM> {
+  using type = Raw16Tiles<Elem, DIM>;
+};
+#if CUATTN_TBQ4
+template <class Elem, int DIM>
+struct TilesOf<KvFormat::TBQ4, Elem, DIM> {
+  using type = tbq4::Tiles<Elem, DIM>;
+};
+#endif
+
+#endif

@@ -1,0 +1,565 @@
+// prefill_mma.cu -- FlashAttention prefill with mma.sync: any number of query tokens, dense, ragged or paged keys.
+// SPDX-License-Identifier: Apache-2.0
+//
+//   grid   a CTA for every tile of query rows of a KV head, in the order of find_work      block  NUM_WARPS * 32
+//   CTA    TILE_Q query rows of one KV head, row = token * group + head of the group: one K/V tile serves all its heads
+//   warp   whole tiles of 16 rows and their online softmax; with DIM_SPLITS > 1 that many warps have the same rows, and
+//          each a part of value_dim
+//
+// Query rows are the M of mma.m16n8k16, keys its N; S, P and O stay in registers. A stage is a tile of K and one of V,
+// of all warps together: one barrier a stage. Formats of K and V are policies, each by itself (kv/tiles.cuh).
+#include "common/prefill_work.cuh"
+#include "common/ptx.cuh"
+#include "common/softmax.cuh"
+#include "common/tile16.cuh"
+#include "common/tile_loader.cuh"
+#include "kv/tiles.cuh"
+
+namespace {
+
+using Elem = ElemOf<cfg::DTYPE>::type;
+using K = TilesOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
+using V = TilesOf<cfg::V_FORMAT, Elem, cfg::VALUE_DIM>::type;
+using QTile = Tile16<cfg::HEAD_DIM>;
+
+constexpr int THREADS = cfg::NUM_WARPS * WARP;
+constexpr int ROW_WARPS = cfg::NUM_WARPS / cfg::DIM_SPLITS;
+constexpr int ROW_TILES = cfg::TILE_Q / ROW_WARPS / 16;  // of 16 rows, of a warp
+constexpr int KEY_TILES = cfg::TILE_KV / 8;
+constexpr int DIMS = cfg::VALUE_DIM / cfg::DIM_SPLITS;  // of a warp
+constexpr int DIM_TILES = DIMS / 8;
+constexpr int Q_ROW_BYTES = QTile::ROW_BYTES;
+constexpr int O_ROW_BYTES = cfg::VALUE_DIM * 2;
+static_assert(cfg::TILE_Q % (16 * ROW_WARPS) == 0, "a warp has whole tiles of 16 rows");
+static_assert(cfg::TILE_KV % 16 == 0, "P of 16 keys is an operand");
+static_assert(cfg::NUM_STAGES >= 2, "a stage is on its way while another is worked on");
+static_assert(O_ROW_BYTES <= Q_ROW_BYTES, "o takes the place of q");
+static_assert(cfg::DIM_SPLITS == 1 || DIMS * 2 % (16 * V::Tile::PERIOD) == 0, "parts are swizzled by themselves");
+
+struct Smem {
+  alignas(128) u8 q[cfg::TILE_Q * Q_ROW_BYTES];  // later o
+  typename K::Buffers k;
+  typename V::Buffers v;
+  // Scores are raw products times scale, plus bias; where K is in a rotated domain.
+  float q_scale[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1], q_bias[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1];
+  Work work;
+  int hidden_bad;  // 1: some value that is infinite or NaN was replaced in a tile with a mask
+};
+static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_mma.cu disagree on shared memory");
+static_assert(sizeof(PrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
+
+// Of N tiles of 8 keys.
+template <int N>
+using ScoresOf = float[ROW_TILES][N][4];
+using Scores = ScoresOf<KEY_TILES>;
+using Outputs = float[ROW_TILES][DIM_TILES][4];
+using State = softmax::RowState<ROW_TILES>;
+using Factors = softmax::RowFactors<ROW_TILES, K::IN_ROTATED_DOMAIN>;
+
+// Which part of the CTA's work a lane has.
+struct Lane {
+  int lane, g, t;
+  int row0;      // first row of its warp
+  int dim_part;  // of value_dim
+  u32 q, k, v;   // offsets that it gives ldmatrix, in tiles that begin at multiples of 128 bytes
+
+  __device__ __forceinline__ Lane() {
+    const int warp = threadIdx.x / WARP;
+    lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    row0 = warp % ROW_WARPS * ROW_TILES * 16;
+    dim_part = warp / ROW_WARPS;
+    q = QTile::offset(row0 + lane % 16, lane / 16);
+    k = K::Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    v = V::Tile::offset(lane % 16, lane / 16) + dim_part * DIMS * 2;
+  }
+  // Row g (`c` 0) or g + 8 (1) of row tile r.
+  __device__ __forceinline__ int row(int r, int c) const { return row0 + r * 16 + g + 8 * c; }
+};
+
+template <int N, class F>
+__device__ __forceinline__ void for_all(ScoresOf<N>& s, F f) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(s[r][n][e], r, n, e);
+    }
+  }
+}
+
+// s = Q K^T of this warp's rows and N * 8 keys of tile i, from row `first` on, a multiple of 16. beside(step, STEPS) is
+// called with each step, for work that may stand beside the products.
+template <int N, class Beside>
+__device__ __forceinline__ void multiply_k(ScoresOf<N>& s, const u8* q, typename K::Buffers& keys, int i, int first,
+                                           const Lane& at, Beside beside) {
+  constexpr int STEPS = cfg::HEAD_DIM / 16;
+  const u8* tile = keys.tile(i) + first * K::Tile::ROW_BYTES;
+  for_all<N>(s, [](float& x, int, int, int) { x = 0.f; });
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    u32 a[ROW_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+      ptx::ldmatrix_x4(a[r], q + r * 16 * Q_ROW_BYTES + QTile::step_offset(at.q, step));
+    }
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      u32 b[4];  // keys 8 n .. 8 n + 7 and the next eight
+      ptx::ldmatrix_x4(b, tile + n * 8 * K::Tile::ROW_BYTES + K::Tile::step_offset(at.k, step));
+      const u32 lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) {
+        ptx::mma_m16n8k16<typename K::Operand>(s[r][n], a[r], lower);
+        ptx::mma_m16n8k16<typename K::Operand>(s[r][n + 1], a[r], upper);
+      }
+    }
+    beside(step, STEPS);
+  }
+}
+
+// o += P V; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later keys stand beside
+// products of earlier ones; beside(step, STEPS) as in multiply_k.
+template <class Weigh, class Beside>
+__device__ __forceinline__ void multiply_v(Outputs& o, typename V::Buffers& values, int i, const Lane& at, Weigh weigh,
+                                           Beside beside) {
+  constexpr int STEPS = KEY_TILES / 2;
+  const u8* tile = values.tile(i);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    u32 a[ROW_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float (&w)[4] = weigh(r, 2 * step + half);
+        a[r][2 * half] = ptx::pack2<typename V::Operand>(w[0], w[1]);
+        a[r][2 * half + 1] = ptx::pack2<typename V::Operand>(w[2], w[3]);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; d += 2) {
+      u32 b[4];
+      ptx::ldmatrix_x4_trans(b, tile + step * 16 * V::Tile::ROW_BYTES + V::Tile::step_offset(at.v, d / 2));
+      const u32 lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) {
+        ptx::mma_m16n8k16<typename V::Operand>(o[r][d], a[r], lower);
+        ptx::mma_m16n8k16<typename V::Operand>(o[r][d + 1], a[r], upper);
+      }
+      beside(step * (DIM_TILES / 2) + d / 2, STEPS * (DIM_TILES / 2));
+    }
+  }
+}
+
+// Q to shared memory, rotated where K is.
+__device__ __forceinline__ void load_queries(const PrefillParams& p, const Work& w, Smem& sm) {
+  const float* mean = p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head * cfg::HEAD_DIM;
+  K::store_queries(sm.q, sm.q_scale, sm.q_bias, mean, cfg::TILE_Q,
+                   [&](int row) -> const u8* { return row < w.num_rows ? w.query(p, row) : nullptr; });
+}
+
+// Tiles that are expanded before their use.
+constexpr int AHEAD = K::EXPAND_STEPS + V::EXPAND_STEPS > 0 ? 1 : 0;
+
+// The share of step `step` of `steps` in an expansion of K or V. A result is stored in the next step: so the compiler
+// may spread the arithmetic among the products between the two.
+template <class Kv>
+__device__ __forceinline__ void expand_part(typename Kv::Expansion& expansion, int step, int steps) {
+#pragma unroll
+  for (int e = step * Kv::EXPAND_STEPS / steps; e < (step + 1) * Kv::EXPAND_STEPS / steps; ++e) {
+    if (e > 0) expansion.put(e - 1);
+    expansion.make(e);
+  }
+  if (Kv::EXPAND_STEPS > 0 && step == steps - 1) expansion.put(Kv::EXPAND_STEPS - 1);
+}
+
+// K and V on their way to shared memory.
+struct Stream {
+  const PrefillParams& p;
+  const Work& w;
+  // In registers where there are some, while all else of the work stays in shared memory.
+  typename Either<AHEAD == 0, const KeyTiles, const KeyTiles&>::type keys;
+  Smem& sm;
+
+  // The first key of tile i.
+  __device__ __forceinline__ int key(int i) const { return keys.begin + i * cfg::TILE_KV; }
+  __device__ __forceinline__ bool has(int i) const { return key(i) < keys.hi; }
+  __device__ __forceinline__ bool has_mask(int i) const { return i < w.full.lo || i >= w.full.hi; }
+
+  // Tile k_tile of K and tile v_tile of V, or what they are expanded from: one group, empty past the last.
+  __device__ __forceinline__ void copy(int k_tile, int v_tile) const {
+    const PageTable pages = w.pages(p);
+    if (k_tile >= 0 && has(k_tile)) {
+      TileLoader<typename K::Source>::load(sm.k.incoming(k_tile), {keys.k, p.k_stride_page, p.k_stride_token}, pages,
+                                           keys, key(k_tile), p.q);
+    }
+    if (v_tile >= 0 && has(v_tile)) {
+      TileLoader<typename V::Source>::load(sm.v.incoming(v_tile), {keys.v, p.v_stride_page, p.v_stride_token}, pages,
+                                           keys, key(v_tile), p.q);
+    }
+    ptx::cp_async_commit();
+  }
+  // Stage i: what is expanded is of a later tile.
+  __device__ __forceinline__ void load(int i) const {
+    copy(i + (K::EXPAND_STEPS > 0 ? AHEAD : 0), i + (V::EXPAND_STEPS > 0 ? AHEAD : 0));
+  }
+  __device__ __forceinline__ void expand(int i) const {
+    typename K::Expansion k(sm.k, i);
+    expand_part<K>(k, 0, 1);
+    typename V::Expansion v(sm.v, i);
+    expand_part<V>(v, 0, 1);
+  }
+};
+
+// Norms on their way: some warps have those of a row of K in each lane, others those of a row of V.
+struct NormStream {
+  static constexpr int ROWS = (cfg::TILE_KV + WARP - 1) / WARP * WARP;  // whole warps
+  static_assert(AHEAD == 0 || THREADS >= 2 * ROWS, "a thread has the norms of one row at most");
+  static constexpr int NORMS = K::NORMS > V::NORMS ? K::NORMS : V::NORMS;
+  static constexpr int WORDS = NORMS > 2 ? NORMS / 2 : 1;
+  u32 words[WORDS];
+
+  static __device__ __forceinline__ bool has_keys() { return K::NORMS > 0 && threadIdx.x < ROWS; }
+  static __device__ __forceinline__ bool has_values() {
+    return V::NORMS > 0 && threadIdx.x >= ROWS && threadIdx.x < 2 * ROWS;
+  }
+  static __device__ __forceinline__ int row() { return threadIdx.x % ROWS; }
+
+  // Those of rows that no query sees are zero.
+  __device__ __forceinline__ void fetch(const Stream& s, int i) {
+    const PrefillParams& p = s.p;
+    const int key = s.key(i) + row();
+    const bool valid = row() < cfg::TILE_KV && key >= s.keys.lo && key < s.keys.hi;
+    RowPlane plane{s.keys.k_norms, p.k_norms_stride_page, p.k_norms_stride_token};
+    if (!has_keys()) plane = {s.keys.v_norms, p.v_norms_stride_page, p.v_norms_stride_token};
+    const PageTable pages = s.w.pages(p);
+#pragma unroll
+    for (int n = 0; n < WORDS; ++n) words[n] = 0;
+    if (!valid || !(has_keys() || has_values())) return;
+    const u8* norms = plane.row(pages.dense ? 0 : pages.page(key), pages.dense ? key : pages.slot(key));
+    if constexpr (NORMS == 1) {
+      words[0] = ptx::ld_global_u16(norms);
+    } else {
+#pragma unroll
+      for (int n = 0; n < WORDS; ++n) words[n] = __ldg(reinterpret_cast<const u32*>(norms) + n);
+    }
+  }
+  __device__ __forceinline__ void store(Smem& sm, int i) const {
+    if (has_keys()) sm.k.store_norms(i, row(), words);
+    if (has_values()) sm.v.store_norms(i, row(), words);
+  }
+};
+
+// What the elements of tile i are multiplied by.
+template <class Kv>
+__device__ __forceinline__ float scale_of(const typename Kv::Buffers& b, int i) {
+  return Kv::NORMS > 0 ? ptx::exp2(b.log2_scale(i)) : 1.f;
+}
+
+// Scores over raw products of tile i, in log2 units, or 1 where `transform` has made them scores; not zero, which would
+// make a hidden score of -inf NaN.
+template <bool SOFTCAP>
+__device__ __forceinline__ Factors factors_of(const PrefillParams& p, const Smem& sm, int i, const Lane& at) {
+  constexpr float SMALLEST = 1.17549435e-38f;  // normal
+  Factors f;
+  const float scale = fabsf(p.softmax_scale_log2) * scale_of<K>(sm.k, i);
+  f.fill([&](int r, int c) {
+    const float of_row = K::IN_ROTATED_DOMAIN ? sm.q_scale[at.row(r, c)] : 1.f;
+    return SOFTCAP && p.softcap_log2 != 0.f ? 1.f : fmaxf(scale * of_row, SMALLEST);
+  });
+  return f;
+}
+
+// Raw products of tile i as they are before the factor: softcap, and a negative scale.
+template <int N>
+__device__ __forceinline__ void transform(ScoresOf<N>& s, const PrefillParams& p, const Smem& sm, int i,
+                                          const Lane& at) {
+  if (p.softcap_log2 != 0.f) {
+    const float scale = scale_of<K>(sm.k, i);
+    for_all<N>(s, [&](float& x, int r, int, int e) {
+      const int row = at.row(r, e / 2);
+      const float raw = K::IN_ROTATED_DOMAIN ? fmaf(x, sm.q_scale[row] * scale, sm.q_bias[row]) : x;
+      x = softmax::softcap(raw * p.scale_over_softcap, p.softcap_log2);
+    });
+  } else if (p.softmax_scale_log2 < 0.f) {
+    for_all<N>(s, [](float& x, int, int, int) { x = -x; });
+  }
+}
+
+// Scores of keys that a row does not see; the first of all is key0.
+template <int N>
+__device__ __forceinline__ void hide(ScoresOf<N>& s, const PrefillParams& p, const Work& w, int key0, const Lane& at) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const KeyRange keys = w.keys(p, at.row(r, c));
+      const int lo = keys.lo - key0 - 2 * at.t, hi = keys.hi - key0 - 2 * at.t;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j < lo || n * 8 + j >= hi) s[r][n][2 * c + j] = neg_inf();
+        }
+      }
+    }
+  }
+}
+
+// A value that is infinite or NaN and hidden from some rows of a tile would reach them as 0 * NaN. In tiles with a mask
+// zeros take the place of rows of V with such values; add_bad_rows adds them later to the rows of Q that see them.
+__device__ __forceinline__ void clear_bad_rows(Smem& sm, int i, const Lane& at) {
+  u8* tile = sm.v.tile(i);
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) / WARP; row < cfg::TILE_KV; row += cfg::NUM_WARPS) {
+    if (__all_sync(FULL_MASK, V::is_finite(tile, row, at.lane))) continue;
+    V::clear(tile, row, at.lane);
+    sm.hidden_bad = 1;
+  }
+  __syncthreads();  // the zeros are there
+}
+
+// Goes through the tiles with a mask once more, 16 keys at a time: accumulators leave few registers. Rare.
+__device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, const State& state, const Lane& at) {
+  const PrefillParams& p = stream.p;
+  const Work& w = stream.w;
+  Smem& sm = stream.sm;
+#pragma unroll 1
+  for (int i = 0; stream.has(i); ++i) {
+    if (!stream.has_mask(i)) continue;
+    NormStream norms{};
+    norms.fetch(stream, i);
+    __syncthreads();  // all have read the tiles before
+    norms.store(sm, i);
+    stream.copy(i, i);
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // tile i is there, or its codes and norms
+    stream.expand(i);
+    __syncthreads();  // and its values
+    const u8* tile = sm.v.tile(i);
+    const float scale = scale_of<V>(sm.v, i);
+    const Factors factors = factors_of<true>(p, sm, i, at);
+#pragma unroll 1
+    for (int first = 0; first < cfg::TILE_KV; first += 16) {
+      ScoresOf<2> s;
+      multiply_k<2>(s, sm.q, sm.k, i, first, at, [](int, int) {});
+      transform<2>(s, p, sm, i, at);
+      hide<2>(s, p, w, stream.key(i) + first, at);
+#pragma unroll 1
+      for (int row = first; row < first + 16; ++row) {
+        if (__all_sync(FULL_MASK, V::is_finite(tile, row, at.lane))) continue;
+        const int source = at.g * 4 + row % 8 / 2;  // the lane that has the row's scores
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float (&x)[4] = s[r][0], (&y)[4] = s[r][1];
+            const float even = row % 16 < 8 ? x[2 * c] : y[2 * c];
+            const float odd = row % 16 < 8 ? x[2 * c + 1] : y[2 * c + 1];
+            const float score = __shfl_sync(FULL_MASK, row % 2 == 0 ? even : odd, source);
+            if (score == neg_inf()) continue;
+            const float weight = state.weight(score, factors, r, c) * scale;
+#pragma unroll
+            for (int d = 0; d < DIM_TILES; ++d) {
+              const float2 v = V::pair(tile, row, at.dim_part * DIMS + d * 8 + 2 * at.t);
+              o[r][d][2 * c] += weight * v.x;
+              o[r][d][2 * c + 1] += weight * v.y;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Normalizes O, adds sinks and means, rotates back where V is rotated, and stores: eight rows at a time go through
+// shared memory in float32, from lanes that have pieces of eight rows to lanes that have a row together.
+struct Epilogue {
+  static constexpr int VECTORS = (DIMS + 4 * WARP - 1) / (4 * WARP);
+  const PrefillParams& p;
+  const Work& w;
+  const Smem& sm;
+  const Lane& at;
+  float* rows;  // [8][DIMS], of this warp
+
+  __device__ __forceinline__ float* place(int row, int dim) const {
+    return rows + row * DIMS + (dim / 4 ^ row) * 4 + dim % 4;
+  }
+
+  __device__ __forceinline__ void store(const Outputs& o, const State& state, int r, int c) const {
+    const int own = at.row(r, c);
+    const float keys_m = key_maximum(state, r, c, own), keys_l = state.l[r][c];
+    float m = keys_m, l = keys_l;
+    if (p.sinks != nullptr) softmax::add_sink(__ldg(p.sinks + w.head(p, own)), m, l);
+    const float scale = softmax::inverse_sum(l) * softmax::weight(keys_m, m);
+    if (p.lse != nullptr && at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
+      p.lse[w.flat(p, own)] = softmax::lse(m, l);
+    }
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; ++d) {
+      *reinterpret_cast<float2*>(place(at.g, d * 8 + 2 * at.t)) =
+          make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
+    }
+    __syncwarp();                           // eight rows are there
+    const float own_keys = keys_l * scale;  // the keys' share of the weights, which a mean counts with
+#pragma unroll 1
+    for (int g = 0; g < 8; ++g) {
+      const float keys = __shfl_sync(FULL_MASK, own_keys, g * 4);
+      store_row(at.row0 + r * 16 + 8 * c + g, g, keys);
+    }
+    __syncwarp();  // all have read them
+  }
+
+ private:
+  // The bias of a row is the same for all its keys, so that weights are without it.
+  __device__ __forceinline__ float key_maximum(const State& state, int r, int c, int row) const {
+    const float m = state.maximum(r, c);
+    if (!K::IN_ROTATED_DOMAIN || p.softcap_log2 != 0.f) return m;
+    return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);
+  }
+  __device__ __forceinline__ void store_row(int row, int g, float keys) const {
+    if (row >= w.num_rows) return;
+    float x[VECTORS][4];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int dim = (i * WARP + at.lane) * 4;
+      float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (dim < DIMS) y = *reinterpret_cast<const float4*>(place(g, dim));
+      x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y.z, x[i][3] = y.w;
+    }
+    TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);
+    u8* out = w.out(p, row) + at.dim_part * DIMS * 2;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int dim = (i * WARP + at.lane) * 4;
+      if (dim >= DIMS) continue;
+      if (p.v_mean != nullptr) {
+        const float* mean = p.v_mean + w.kv_head * cfg::VALUE_DIM + at.dim_part * DIMS + dim;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + j);
+      }
+      *reinterpret_cast<uint2*>(out + dim * 2) =
+          make_uint2(ptx::pack2<Elem>(x[i][0], x[i][1]), ptx::pack2<Elem>(x[i][2], x[i][3]));
+    }
+  }
+};
+
+__device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
+  ptx::griddepcontrol_wait();
+  Work found{};
+  if (!find_work(p, found)) return;
+  if (threadIdx.x == 0) sm.work = found, sm.hidden_bad = 0;
+  __syncthreads();  // the work is there
+  const Work& w = sm.work;
+  const Lane at;
+  const Stream stream{p, w, w, sm};
+  NormStream norms{};
+  if (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);  // in the first group
+#pragma unroll 1
+  for (int i = -AHEAD; i < cfg::NUM_STAGES - 1; ++i) stream.load(i);
+  if (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
+  if constexpr (AHEAD > 0) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      norms.fetch(stream, i);
+      norms.store(sm, i);
+    }
+    ptx::cp_async_wait<cfg::NUM_STAGES - 1>();
+    __syncthreads();  // codes of the first tile are there, and rotated queries
+    stream.expand(0);
+  }
+
+  State state;
+  Outputs o;
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[r][d][e] = 0.f;
+    }
+  }
+
+  float log2_scale = 0.f;  // of the values of the last tile
+  // Tiles whose keys all rows see are the most: without softcap they have a path of their own.
+  const auto attend = [&](auto any, int i) {
+    constexpr bool ANY = decltype(any)::value;
+    Scores s;
+    if (ANY && stream.has_mask(i)) clear_bad_rows(sm, i, at);
+    typename K::Expansion next_k(sm.k, i + 1);
+    multiply_k<KEY_TILES>(s, sm.q, sm.k, i, 0, at, [&](int step, int steps) {
+      if (!ANY) expand_part<K>(next_k, step, steps);
+    });
+    if constexpr (ANY) {
+      transform<KEY_TILES>(s, p, sm, i, at);
+      if (stream.has_mask(i)) hide<KEY_TILES>(s, p, w, stream.key(i), at);
+    }
+    if constexpr (AHEAD > 0) norms.fetch(stream, i + 2);  // stored after the products with V
+    if constexpr (V::NORMS > 0) {
+      const float now = sm.v.log2_scale(i);
+      state.shift(now - log2_scale);
+      log2_scale = now;
+    }
+    const Factors factors = factors_of<ANY>(p, sm, i, at);
+    state.follow(s, factors, [&](int r, int c, float by) {
+#pragma unroll
+      for (int d = 0; d < DIM_TILES; ++d) {
+        o[r][d][2 * c] *= by;
+        o[r][d][2 * c + 1] *= by;
+      }
+    });
+    typename V::Expansion next_v(sm.v, i + 1);
+    multiply_v(
+        o, sm.v, i, at,
+        [&](int r, int n) -> const float (&)[4] {
+          state.weigh(s[r][n], factors, r);
+          return s[r][n];
+        },
+        [&](int step, int steps) {
+          if (!ANY) expand_part<V>(next_v, step, steps);
+        });
+    if (ANY) stream.expand(i + 1);
+  };
+  const auto step = [&](auto any, int i) {
+    ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
+    __syncthreads();  // stage i is there, and all have read the last, which is filled next
+    stream.load(i + cfg::NUM_STAGES - 1);
+    attend(any, i);
+    if constexpr (AHEAD > 0) norms.store(sm, i + 2);
+  };
+  // Tiles whose keys all rows see are neighbors.
+  int i = 0;
+#pragma unroll 1
+  while (stream.has(i)) {
+    if (p.softcap_log2 != 0.f || p.softmax_scale_log2 < 0.f || stream.has_mask(i)) {
+      step(Flag<true>{}, i++);
+    } else {
+#pragma unroll 1
+      do step(Flag<false>{}, i++);
+      while (i < w.full.hi);
+    }
+  }
+  ptx::cp_async_wait<0>();
+  ptx::griddepcontrol_launch_dependents();
+  if (V::NORMS > 0) state.shift(-log2_scale);
+  state.reduce();
+  __syncthreads();  // what any warp found is known
+  if (sm.hidden_bad != 0) add_bad_rows(stream, o, state, at);
+  __syncthreads();  // all have read q, whose memory o takes
+
+  float* rows = reinterpret_cast<float*>(sm.q + at.row0 * Q_ROW_BYTES) + at.dim_part * 8 * DIMS;
+  const Epilogue epilogue{p, w, sm, at, rows};
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) epilogue.store(o, state, r, c);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
+    prefill_mma_kernel(const __grid_constant__ PrefillParams p) {
+  prefill(p, *reinterpret_cast<Smem*>(ptx::dynamic_smem()));
+}

@@ -1,0 +1,182 @@
+"""Faults planted in prefill_mma.cu and what it includes: the error law must see them, or the harness stop them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from simt import harness, product
+from strategies import PrefillProblem
+from tolerance import assert_prefill
+
+KERNEL, WORK, LOADER = "prefill_mma.cu", "common/prefill_work.cuh", "common/tile_loader.cuh"
+SOFTMAX, TILE, TBQ4 = "common/softmax.cuh", "common/tile16.cuh", "kv/tiles_tbq4.cuh"
+# Two row tiles a warp, several tiles of keys and of rows, and a mask that begins and ends inside of tiles.
+RAW = PrefillProblem(((70, 150), (40, 40)), num_kv_heads=2, group=3, causal=True, values="late_max")
+WINDOW = replace(RAW, window=(37, None), values="normal")
+SINKS = replace(RAW, sinks=True, values="normal")
+PAGED = replace(RAW, kv_layout="paged", page_size=16)
+RISING = replace(RAW, values="rising")
+CODES = replace(RAW, k_format="tbq4", v_format="tbq4", means=True)
+BLOCKS = replace(CODES, head_dim=256)
+NORMS = replace(CODES, values="tiny_v", dtype="bfloat16")
+CAPPED = replace(CODES, softcap=5.0)
+SMALL = {"tile_q": 64, "tile_kv": 32, "num_stages": 2, "num_warps": 2, "dim_splits": 1}
+FOUR = SMALL | {"num_warps": 4}
+
+# name: (problem, file, text, what takes its place), and the changes of the config if they are others
+FAULTS = {
+    # Masks and order
+    "a key too many": (RAW, KERNEL, "n * 8 + j >= hi", "n * 8 + j > hi"),
+    "a key before the window": (WINDOW, KERNEL, "n * 8 + j < lo", "n * 8 + j + 1 < lo"),
+    "tiles with a mask taken for whole ones": (RAW, KERNEL, "i < w.full.lo || i >= w.full.hi", "i < w.full.lo"),
+    "whole tiles end a tile late": (RAW, WORK, "max(0, first.hi - w.begin) / cfg::TILE_KV", "w.num_tiles"),
+    "the last key tile is left out": (
+        RAW,
+        KERNEL,
+        "bool has(int i) const { return key(i) < keys.hi; }",
+        "bool has(int i) const { return key(i + 1) < keys.hi + 1; }",
+    ),
+    "rows of the first tile twice": (RAW, WORK, "tiles_of(p, w.seqlen_q) - 1 - from_end", "max(0, 1 - from_end)"),
+    "heads of the group exchanged": (
+        RAW,
+        WORK,
+        "return kv_head * p.group + index(row) % p.group",
+        "return kv_head * p.group",
+    ),
+    "the first ragged sequence for all": (RAW, WORK, "w.batch = b0 + found;", "w.batch = b0;"),
+    "ragged keys begin at 0": (RAW, WORK, "return plane + k0 * stride_token", "return plane + 0 * k0 * stride_token"),
+    "pages in order": (PAGED, LOADER, "pages.dense ? 0 : pages.page(key), pages.dense", "0, pages.dense"),
+    "a page is as long as a tile": (PAGED, LOADER, "slot + cfg::TILE_KV <= pages.page_size", "true"),
+    "rows that no one sees are read": (
+        RAW,
+        LOADER,
+        "const bool valid = key >= keys.lo && key < keys.hi;",
+        "const bool valid = true;",
+    ),
+    # Softmax
+    "accumulators are not rescaled": (RISING, KERNEL, "o[r][d][2 * c] *= by;", ""),
+    "the sum is not rescaled": (
+        RISING,
+        SOFTMAX,
+        "        m[r][c] = m_new;\n        l[r][c] *= by;\n        rescale",
+        "        m[r][c] = m_new;\n        rescale",
+    ),
+    "maxima of two lanes only": (
+        RISING,
+        SOFTMAX,
+        "m_new = fmaxf(m_new, __shfl_xor_sync(FULL_MASK, m_new, 2));\n        const float by",
+        "const float by",
+    ),
+    "a sink is not in the scale": (
+        SINKS,
+        KERNEL,
+        "softmax::inverse_sum(l) * softmax::weight(keys_m, m)",
+        "softmax::inverse_sum(keys_l)",
+    ),
+    # Shared memory
+    "a swizzle of chunks and one of steps": (RAW, TILE, "2 * step % PERIOD * 16", "2 * step % PERIOD * 32"),
+    "no barrier behind a stage": (RAW, KERNEL, "__syncthreads();  // stage i is there", "// stage i is there"),
+    "a copy is not waited for": (RAW, KERNEL, "ptx::cp_async_wait<cfg::NUM_STAGES - 2>();", ""),
+    "o before all have read q": (
+        replace(RAW, head_dim=128),
+        KERNEL,
+        "__syncthreads();  // all have read q",
+        "// all have read q",
+        FOUR | {"dim_splits": 2},
+    ),
+    "rows of o before all have read them": (
+        RAW,
+        KERNEL,
+        "__syncwarp();  // all have read them",
+        "// all have read them",
+    ),
+    # TBQ4
+    "codes of upper halves are not mirrored": (CODES, TBQ4, "^ (high - (high >> 3))", ""),
+    "signs of odd and even codes exchanged": (CODES, TBQ4, "ptx::prmt(even, high,", "ptx::prmt(high, even,"),
+    "norms of the tile before": (CODES, KERNEL, "norms.store(sm, i + 2);", "norms.store(sm, i + 1);"),
+    "norms are not scaled": (NORMS, TBQ4, "static_cast<u32>(127 + TOP - b.exponent(i)) << 23", "127u << 23"),
+    "weights do not follow the scale of values": (NORMS, KERNEL, "state.shift(now - log2_scale);", ""),
+    "the sum does not follow the scale of values": (
+        NORMS,
+        SOFTMAX,
+        "m[r][c] -= by, l[r][c] *= factor;",
+        "m[r][c] -= by, l[r][c] *= factor / factor;",
+    ),
+    "the last scale stays": (NORMS, KERNEL, "if (V::NORMS > 0) state.shift(-log2_scale);", ""),
+    "scores do not follow the scale of keys": (
+        CODES,
+        KERNEL,
+        "return Kv::NORMS > 0 ? ptx::exp2(b.log2_scale(i)) : 1.f;",
+        "return 1.f;",
+    ),
+    "the scale of a query is left out": (
+        CODES,
+        KERNEL,
+        "const float of_row = K::IN_ROTATED_DOMAIN ? sm.q_scale[at.row(r, c)] : 1.f;",
+        "const float of_row = 1.f;",
+    ),
+    "the mean of K is not in the lse": (
+        CODES,
+        KERNEL,
+        "return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);",
+        "return m;",
+    ),
+    "the mean of K is not in the softcap": (
+        CAPPED,
+        KERNEL,
+        "fmaf(x, sm.q_scale[row] * scale, sm.q_bias[row])",
+        "x * (sm.q_scale[row] * scale)",
+    ),
+    "the mean of V counts with a sink": (
+        replace(CODES, sinks=True, values="normal"),
+        KERNEL,
+        "const float own_keys = keys_l * scale;",
+        "const float own_keys = 1.f;",
+    ),
+    "O stays in the rotated domain": (
+        CODES,
+        KERNEL,
+        "TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);",
+        "Raw16Tiles<Elem, DIMS>::restore(x, at.lane);",
+    ),
+    "the second block has the norm of the first": (BLOCKS, TBQ4, "[column() * 8 / cfg::BLOCK][row0()]", "[0][row0()]"),
+    "norms past the end are read": (CODES, KERNEL, "key >= s.keys.lo && key < s.keys.hi;", "key >= s.keys.lo;"),
+    "codes are expanded before they are there": (
+        CODES,
+        KERNEL,
+        "__syncthreads();  // codes of the first tile are there, and rotated queries",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_is_caught(fault: tuple[Any, ...]) -> None:
+    """Right without the fault under three schedules; wrong, or stopped by the harness, with it under one of them."""
+    problem, *patch = fault[:4]
+    changes = fault[4] if len(fault) > 4 else FOUR if problem.k_format == "tbq4" else SMALL
+    caught = []
+    for seed in range(3):
+        assert_prefill(problem, *product.prefill(problem, seed=seed, changes=changes))
+        try:
+            out, lse = product.prefill(problem, seed=seed, changes=changes, patches=(tuple(patch),))
+            assert_prefill(problem, out, lse)
+        except (harness.KernelError, AssertionError) as error:
+            if "does not compile" in str(error):
+                raise
+            caught.append(error)
+    assert caught
+
+
+def test_a_value_that_is_not_finite_is_taken_out_of_tiles_with_a_mask() -> None:
+    """Without that, zero times it reaches the rows that do not see it."""
+    problem = replace(RAW, seqlens=((70, 150),), q_layout="dense", kv_layout="dense", values="normal")
+    q, k, v = problem.arrays()
+    v = v.copy()
+    v[0, 149] = np.nan  # of the last token only
+    kept = product.prefill_arrays(q, k, v, changes=SMALL, **problem.options())[0]
+    assert np.isfinite(kept[0, :-1].astype(np.float32)).all()
+    patch = (KERNEL, "    V::clear(tile, row, at.lane);\n", "")
+    lost = product.prefill_arrays(q, k, v, changes=SMALL, patches=(patch,), **problem.options())[0]
+    assert np.isnan(lost[0, :-1].astype(np.float32)).any()

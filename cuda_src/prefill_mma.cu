@@ -544,9 +544,11 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   ptx::griddepcontrol_launch_dependents();
   if (V::NORMS > 0) state.shift(-log2_scale);
   state.reduce();
-  __syncthreads();  // what any warp found is known
-  if (sm.hidden_bad != 0) add_bad_rows(stream, o, state, at);
-  __syncthreads();  // all have read q, whose memory o takes
+  __syncthreads();  // what any warp found is known, and all have read q, whose memory o takes
+  if (sm.hidden_bad != 0) {
+    add_bad_rows(stream, o, state, at);
+    __syncthreads();  // all have read q again
+  }
 
   float* rows = reinterpret_cast<float*>(sm.q + at.row0 * Q_ROW_BYTES) + at.dim_part * 8 * DIMS;
   const Epilogue epilogue{p, w, sm, at, rows};

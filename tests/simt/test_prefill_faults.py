@@ -81,8 +81,8 @@ FAULTS = {
     "o before all have read q": (
         replace(RAW, head_dim=128),
         KERNEL,
-        "__syncthreads();  // all have read q",
-        "// all have read q",
+        "__syncthreads();  // what any warp found is known, and all have read q, whose memory o takes",
+        "",
         FOUR | {"dim_splits": 2},
     ),
     "rows of o before all have read them": (

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _info, decode, merge, plan_decode, reference
+from . import _arrays, _info, decode, merge, plan_decode, prefill, reference
 from ._arrays import Array
 
 DATA = Path(__file__).with_name("examples") / "smollm2_qkv.npz"
@@ -77,12 +77,13 @@ def _rows(layer: str, data: dict[str, np.ndarray[Any, Any]], *, gpu: bool) -> li
     shape = f"{heads}/{k.shape[1]} heads, d {head_dim}"
     xp = _arrays.import_cupy() if gpu else np
 
-    start = time.perf_counter()
     full = np.asarray(reference.prefill(q[None], k[None], v[None], causal=True))
-    rows = [Row(f"{layer} prefill (reference)", f"{tokens} tokens, {shape}", "-", time.perf_counter() - start, 0, None)]
     last = full[0, -1]  # what decode must give for the last token
 
-    queries, keys, values = (xp.asarray(x) for x in (q[-1:], k[None], v[None]))
+    prompt, keys, values = (xp.asarray(x) for x in (q[None], k[None], v[None]))
+    out, seconds = _timed(lambda: prefill(prompt, keys, values, causal=True), gpu=gpu)
+    rows = [Row(f"{layer} prefill", f"{tokens} tokens, {shape}", "-", seconds, 0, _error(out, full))]
+    queries = prompt[:, -1]
 
     def measured(what: str, keys: Array, values: Array) -> Row:
         length = xp.full(1, keys.shape[1], dtype=np.int32)
@@ -118,7 +119,7 @@ def run() -> int:
         _arrays.import_cupy().cuda.Device(ordinal).use()
         write(f"device: {device.name} ({device.arch})\n")
     else:
-        write(f"device: CPU ({reason}); decode and merge run the NumPy reference, no kernel runs\n")
+        write(f"device: CPU ({reason}); prefill, decode and merge run the NumPy reference, no kernel runs\n")
     write("data: SmolLM2-135M, 512 tokens, float16; error is against float64 attention over the same values\n\n")
     write(f"{'':<28} {'shapes':<24} {'splits':>6} {'time':>12}  {'error':>8}  {'K and V' if gpu else ''}\n")
     failed = False

@@ -271,7 +271,7 @@ __device__ __forceinline__ Factors factors_of(const PrefillParams& p, const Smem
   return f;
 }
 
-// Raw products of tile i as they are before the factor: softcap, and a negative scale.
+// Raw products of tile i as they are before the factor: softcap, and a scale that is negative or zero.
 template <int N>
 __device__ __forceinline__ void transform(ScoresOf<N>& s, const PrefillParams& p, const Smem& sm, int i,
                                           const Lane& at) {
@@ -282,8 +282,9 @@ __device__ __forceinline__ void transform(ScoresOf<N>& s, const PrefillParams& p
       const float raw = K::IN_ROTATED_DOMAIN ? fmaf(x, sm.q_scale[row] * scale, sm.q_bias[row]) : x;
       x = softmax::softcap(raw * p.scale_over_softcap, p.softcap_log2);
     });
-  } else if (p.softmax_scale_log2 < 0.f) {
-    for_all<N>(s, [](float& x, int, int, int) { x = -x; });
+  } else if (p.softmax_scale_log2 <= 0.f) {
+    const float sign = p.softmax_scale_log2 < 0.f ? -1.f : 0.f;
+    for_all<N>(s, [sign](float& x, int, int, int) { x *= sign; });
   }
 }
 
@@ -310,12 +311,17 @@ __device__ __forceinline__ void hide(ScoresOf<N>& s, const PrefillParams& p, con
 // A value that is infinite or NaN and hidden from some rows of a tile would reach them as 0 * NaN. In tiles with a mask
 // zeros take the place of rows of V with such values; add_bad_rows adds them later to the rows of Q that see them.
 __device__ __forceinline__ void clear_bad_rows(Smem& sm, int i, const Lane& at) {
+  constexpr int ROWS = cfg::TILE_KV / cfg::NUM_WARPS;  // of a warp
+  static_assert(cfg::TILE_KV % cfg::NUM_WARPS == 0, "warps have whole rows");
   u8* tile = sm.v.tile(i);
+  const int first = static_cast<int>(threadIdx.x) / WARP * ROWS;
+  if (!V::all_finite(tile, first, ROWS, at.lane)) {
 #pragma unroll 1
-  for (int row = static_cast<int>(threadIdx.x) / WARP; row < cfg::TILE_KV; row += cfg::NUM_WARPS) {
-    if (__all_sync(FULL_MASK, V::is_finite(tile, row, at.lane))) continue;
-    V::clear(tile, row, at.lane);
-    sm.hidden_bad = 1;
+    for (int row = first; row < first + ROWS; ++row) {
+      if (V::all_finite(tile, row, 1, at.lane)) continue;
+      V::clear(tile, row, at.lane);
+      sm.hidden_bad = 1;
+    }
   }
   __syncthreads();  // the zeros are there
 }
@@ -348,7 +354,7 @@ __device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, c
       hide<2>(s, p, w, stream.key(i) + first, at);
 #pragma unroll 1
       for (int row = first; row < first + 16; ++row) {
-        if (__all_sync(FULL_MASK, V::is_finite(tile, row, at.lane))) continue;
+        if (V::all_finite(tile, row, 1, at.lane)) continue;
         const int source = at.g * 4 + row % 8 / 2;  // the lane that has the row's scores
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
@@ -373,22 +379,20 @@ __device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, c
   }
 }
 
-// Normalizes O, adds sinks and means, rotates back where V is rotated, and stores: eight rows at a time go through
-// shared memory in float32, from lanes that have pieces of eight rows to lanes that have a row together.
+// Normalizes O, adds sinks and means, rotates back where V is rotated, and stores. Eight rows at a time go through
+// shared memory, from lanes that have pieces of each to lanes that have neighboring ones: as they are stored, or in
+// float32 for what is left to do in a row.
 struct Epilogue {
+  using Row = Tile16<DIMS>;
   static constexpr int VECTORS = (DIMS + 4 * WARP - 1) / (4 * WARP);
   const PrefillParams& p;
   const Work& w;
   const Smem& sm;
   const Lane& at;
-  float* rows;  // [8][DIMS], of this warp
-
-  __device__ __forceinline__ float* place(int row, int dim) const {
-    return rows + row * DIMS + (dim / 4 ^ row) * 4 + dim % 4;
-  }
+  u8* rows;  // of this warp, and those with the same ones
 
   __device__ __forceinline__ void store(const Outputs& o, const State& state, int r, int c) const {
-    const int own = at.row(r, c);
+    const int own = at.row(r, c), first = at.row0 + r * 16 + 8 * c;
     const float keys_m = key_maximum(state, r, c, own), keys_l = state.l[r][c];
     float m = keys_m, l = keys_l;
     if (p.sinks != nullptr) softmax::add_sink(__ldg(p.sinks + w.head(p, own)), m, l);
@@ -396,29 +400,49 @@ struct Epilogue {
     if (p.lse != nullptr && at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
       p.lse[w.flat(p, own)] = softmax::lse(m, l);
     }
+    if constexpr (V::IN_ROTATED_DOMAIN) {
 #pragma unroll
-    for (int d = 0; d < DIM_TILES; ++d) {
-      *reinterpret_cast<float2*>(place(at.g, d * 8 + 2 * at.t)) =
-          make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
-    }
-    __syncwarp();                           // eight rows are there
-    const float own_keys = keys_l * scale;  // the keys' share of the weights, which a mean counts with
+      for (int d = 0; d < DIM_TILES; ++d) {
+        *reinterpret_cast<float2*>(place(at.g, d * 8 + 2 * at.t)) =
+            make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
+      }
+      __syncwarp();                           // eight rows are there
+      const float own_keys = keys_l * scale;  // the keys' share of the weights, which a mean counts with
 #pragma unroll 1
-    for (int g = 0; g < 8; ++g) {
-      const float keys = __shfl_sync(FULL_MASK, own_keys, g * 4);
-      store_row(at.row0 + r * 16 + 8 * c + g, g, keys);
+      for (int g = 0; g < 8; ++g) restore_row(first + g, g, __shfl_sync(FULL_MASK, own_keys, g * 4));
+    } else {
+      u8* tile = rows + at.dim_part * 8 * Row::ROW_BYTES;
+#pragma unroll
+      for (int d = 0; d < DIM_TILES; ++d) {
+        *reinterpret_cast<u32*>(tile + Row::offset(at.g, d) + 4 * at.t) =
+            ptx::pack2<Elem>(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
+      }
+      __syncwarp();  // eight rows are there
+#pragma unroll
+      for (int index = at.lane; index < 8 * Row::CHUNKS; index += WARP) {
+        const int g = index / Row::CHUNKS, chunk = index % Row::CHUNKS;
+        if (first + g >= w.num_rows) continue;
+        *reinterpret_cast<uint4*>(w.out(p, first + g) + at.dim_part * Row::ROW_BYTES + chunk * 16) =
+            *reinterpret_cast<const uint4*>(tile + Row::offset(g, chunk));
+      }
     }
     __syncwarp();  // all have read them
   }
 
  private:
+  // In float32, [8][DIMS].
+  __device__ __forceinline__ float* place(int row, int dim) const {
+    float* part = reinterpret_cast<float*>(rows) + at.dim_part * 8 * DIMS;
+    return part + row * DIMS + (dim / 4 ^ row) * 4 + dim % 4;
+  }
   // The bias of a row is the same for all its keys, so that weights are without it.
   __device__ __forceinline__ float key_maximum(const State& state, int r, int c, int row) const {
     const float m = state.maximum(r, c);
     if (!K::IN_ROTATED_DOMAIN || p.softcap_log2 != 0.f) return m;
     return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);
   }
-  __device__ __forceinline__ void store_row(int row, int g, float keys) const {
+  // A row in the lanes of a warp: back from the rotated domain, with the mean, and to memory.
+  __device__ __forceinline__ void restore_row(int row, int g, float keys) const {
     if (row >= w.num_rows) return;
     float x[VECTORS][4];
 #pragma unroll
@@ -532,7 +556,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   int i = 0;
 #pragma unroll 1
   while (stream.has(i)) {
-    if (p.softcap_log2 != 0.f || p.softmax_scale_log2 < 0.f || stream.has_mask(i)) {
+    if (p.softcap_log2 != 0.f || p.softmax_scale_log2 <= 0.f || stream.has_mask(i)) {
       step(Flag<true>{}, i++);
     } else {
 #pragma unroll 1
@@ -550,8 +574,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
     __syncthreads();  // all have read q again
   }
 
-  float* rows = reinterpret_cast<float*>(sm.q + at.row0 * Q_ROW_BYTES) + at.dim_part * 8 * DIMS;
-  const Epilogue epilogue{p, w, sm, at, rows};
+  const Epilogue epilogue{p, w, sm, at, sm.q + at.row0 * Q_ROW_BYTES};
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll

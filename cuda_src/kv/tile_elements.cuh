@@ -9,15 +9,18 @@ template <class Operand, int DIM>
 struct TileElements {
   using Tile = Tile16<DIM>;
 
-  // Whether this lane's part of a row has neither infinities nor NaN.
-  static __device__ __forceinline__ bool is_finite(const u8* tile, int row, int lane) {
-    constexpr u32 EXPONENT = ElemTraits<Operand>::EXPONENT;  // all ones in infinities and NaN
-    bool finite = true;
-    for (int pair = lane; pair < DIM / 2; pair += WARP) {
-      const u32 x = *reinterpret_cast<const u32*>(tile + Tile::offset(row, pair / 4) + pair % 4 * 4);
-      finite &= (x & EXPONENT) != EXPONENT && (x >> 16 & EXPONENT) != EXPONENT;
+  // Whether `count` successive rows have neither infinities nor NaN; the same in all lanes.
+  static __device__ __forceinline__ bool all_finite(const u8* tile, int row, int count, int lane) {
+    constexpr u32 EXPONENT = ElemTraits<Operand>::EXPONENT * 0x10001u;  // all ones in infinities and NaN
+    const uint4* chunks = reinterpret_cast<const uint4*>(tile + row * Tile::ROW_BYTES);
+    u32 bad = 0;  // the highest bit of a half
+#pragma unroll 4
+    for (int i = lane; i < count * Tile::CHUNKS; i += WARP) {
+      const uint4 x = chunks[i];
+      bad |=
+          all_ones(x.x | ~EXPONENT) | all_ones(x.y | ~EXPONENT) | all_ones(x.z | ~EXPONENT) | all_ones(x.w | ~EXPONENT);
     }
-    return finite;
+    return !__any_sync(FULL_MASK, bad != 0);
   }
 
   // Elements `dim` and `dim` + 1, of an even dim.
@@ -31,6 +34,10 @@ struct TileElements {
       *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
   }
+
+ private:
+  // Not zero if a half of x has all bits set: then its complement is zero, and borrows from there on.
+  static __device__ __forceinline__ u32 all_ones(u32 x) { return (~x - 0x00010001u) & x & 0x80008000u; }
 };
 
 #endif

@@ -13,7 +13,7 @@
 //                      values are its elements times 2 to the power log2_scale(i); store_norms
 //   store_queries      Q to shared memory
 //   restore            a row of O in the lanes of a warp
-//   is_finite, pair, clear  elements of a tile
+//   all_finite, pair, clear  elements of a tile
 #ifndef CUATTN_KV_TILES_CUH
 #define CUATTN_KV_TILES_CUH
 #include "kv/tiles_raw16.cuh"

@@ -21,6 +21,7 @@ def unique(device):
     alike = {
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
         "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype),
+        "prefill_mma": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
         "append": lambda c: c.k_format is not c.v_format,
         "quantize": lambda c: c.dtype is fp16 or c.mean_blocks > MIN_MEAN_BLOCKS,
         "dequantize": lambda c: c.dtype is fp16,

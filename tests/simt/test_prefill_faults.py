@@ -153,11 +153,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_is_caught(fault: tuple[Any, ...]) -> None:
-    """Right without the fault under three schedules; wrong, or stopped by the harness, with it under one of them."""
+    """Right without the fault under two schedules; wrong, or stopped by the harness, with it under one of them."""
     problem, *patch = fault[:4]
     changes = fault[4] if len(fault) > 4 else FOUR if problem.k_format == "tbq4" else SMALL
     caught = []
-    for seed in range(3):
+    for seed in range(2):
         assert_prefill(problem, *product.prefill(problem, seed=seed, changes=changes))
         try:
             out, lse = product.prefill(problem, seed=seed, changes=changes, patches=(tuple(patch),))

@@ -72,7 +72,9 @@ def prefill(
     cu_seqlens_q : array, shape (batch + 1,), int32, or sequence of int, optional
         Sequence ``b`` has the tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1`` of ragged `q`; the first entry
         is 0, none is less than the one before it, and the last is total_q. A GPU array is read by the kernel, so a
-        captured CUDA graph follows its contents, and is not checked. Entries on the host are checked and copied.
+        captured CUDA graph follows its contents, and is not checked: it is limited to what `q` holds, and rows of `q`
+        past its last entry have no result, so that a buffer may be longer than its sequences. Entries on the host are
+        checked and copied.
     cu_seqlens_k : array, shape (batch + 1,), int32, or sequence of int, optional
         The same for ragged `k` and `v` and their total_k tokens. Default, if `q` is ragged: `cu_seqlens_q`. Not with
         other keys.

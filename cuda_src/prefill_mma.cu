@@ -175,7 +175,7 @@ __device__ __forceinline__ void expand_part(typename Kv::Expansion& expansion, i
 }
 
 // K and V on their way to shared memory.
-struct Stream {
+struct Pipeline {
   const PrefillParams& p;
   const Work& w;
   // In registers where there are some, while all else of the work stays in shared memory.
@@ -213,7 +213,7 @@ struct Stream {
 };
 
 // Norms on their way: some warps have those of a row of K in each lane, others those of a row of V.
-struct NormStream {
+struct NormPipeline {
   static constexpr int ROWS = (cfg::TILE_KV + WARP - 1) / WARP * WARP;  // whole warps
   static_assert(AHEAD == 0 || THREADS >= 2 * ROWS, "a thread has the norms of one row at most");
   static constexpr int NORMS = K::NORMS > V::NORMS ? K::NORMS : V::NORMS;
@@ -227,7 +227,7 @@ struct NormStream {
   static __device__ __forceinline__ int row() { return threadIdx.x % ROWS; }
 
   // Those of rows that no query sees are zero.
-  __device__ __forceinline__ void fetch(const Stream& s, int i) {
+  __device__ __forceinline__ void fetch(const Pipeline& s, int i) {
     const PrefillParams& p = s.p;
     const int key = s.key(i) + row();
     const bool valid = row() < cfg::TILE_KV && key >= s.keys.lo && key < s.keys.hi;
@@ -262,7 +262,7 @@ __device__ __forceinline__ float scale_of(const typename Kv::Buffers& b, int i) 
 template <bool SOFTCAP>
 __device__ __forceinline__ Factors factors_of(const PrefillParams& p, const Smem& sm, int i, const Lane& at) {
   constexpr float SMALLEST = 1.17549435e-38f;  // normal
-  Factors f;
+  Factors f{};
   const float scale = fabsf(p.softmax_scale_log2) * scale_of<K>(sm.k, i);
   f.fill([&](int r, int c) {
     const float of_row = K::IN_ROTATED_DOMAIN ? sm.q_scale[at.row(r, c)] : 1.f;
@@ -327,21 +327,21 @@ __device__ __forceinline__ void clear_bad_rows(Smem& sm, int i, const Lane& at) 
 }
 
 // Goes through the tiles with a mask once more, 16 keys at a time: accumulators leave few registers. Rare.
-__device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, const State& state, const Lane& at) {
-  const PrefillParams& p = stream.p;
-  const Work& w = stream.w;
-  Smem& sm = stream.sm;
+__device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& o, const State& state, const Lane& at) {
+  const PrefillParams& p = pipeline.p;
+  const Work& w = pipeline.w;
+  Smem& sm = pipeline.sm;
 #pragma unroll 1
-  for (int i = 0; stream.has(i); ++i) {
-    if (!stream.has_mask(i)) continue;
-    NormStream norms{};
-    norms.fetch(stream, i);
+  for (int i = 0; pipeline.has(i); ++i) {
+    if (!pipeline.has_mask(i)) continue;
+    NormPipeline norms{};
+    norms.fetch(pipeline, i);
     __syncthreads();  // all have read the tiles before
     norms.store(sm, i);
-    stream.copy(i, i);
+    pipeline.copy(i, i);
     ptx::cp_async_wait<0>();
     __syncthreads();  // tile i is there, or its codes and norms
-    stream.expand(i);
+    pipeline.expand(i);
     __syncthreads();  // and its values
     const u8* tile = sm.v.tile(i);
     const float scale = scale_of<V>(sm.v, i);
@@ -351,7 +351,6 @@ __device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, c
       ScoresOf<2> s;
       multiply_k<2>(s, sm.q, sm.k, i, first, at, [](int, int) {});
       transform<2>(s, p, sm, i, at);
-      hide<2>(s, p, w, stream.key(i) + first, at);
 #pragma unroll 1
       for (int row = first; row < first + 16; ++row) {
         if (V::all_finite(tile, row, 1, at.lane)) continue;
@@ -364,7 +363,8 @@ __device__ __forceinline__ void add_bad_rows(const Stream& stream, Outputs& o, c
             const float even = row % 16 < 8 ? x[2 * c] : y[2 * c];
             const float odd = row % 16 < 8 ? x[2 * c + 1] : y[2 * c + 1];
             const float score = __shfl_sync(FULL_MASK, row % 2 == 0 ? even : odd, source);
-            if (score == neg_inf()) continue;
+            const KeyRange keys = w.keys(p, at.row(r, c));
+            if (pipeline.key(i) + row < keys.lo || pipeline.key(i) + row >= keys.hi) continue;
             const float weight = state.weight(score, factors, r, c) * scale;
 #pragma unroll
             for (int d = 0; d < DIM_TILES; ++d) {
@@ -438,7 +438,8 @@ struct Epilogue {
   // The bias of a row is the same for all its keys, so that weights are without it.
   __device__ __forceinline__ float key_maximum(const State& state, int r, int c, int row) const {
     const float m = state.maximum(r, c);
-    if (!K::IN_ROTATED_DOMAIN || p.softcap_log2 != 0.f) return m;
+    // A row without keys has none, whatever its bias is.
+    if (!K::IN_ROTATED_DOMAIN || p.softcap_log2 != 0.f || m == neg_inf()) return m;
     return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);
   }
   // A row in the lanes of a warp: back from the rotated domain, with the mean, and to memory.
@@ -477,21 +478,21 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   __syncthreads();  // the work is there
   const Work& w = sm.work;
   const Lane at;
-  const Stream stream{p, w, w, sm};
-  NormStream norms{};
+  const Pipeline pipeline{p, w, w, sm};
+  NormPipeline norms{};
   if (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);  // in the first group
 #pragma unroll 1
-  for (int i = -AHEAD; i < cfg::NUM_STAGES - 1; ++i) stream.load(i);
+  for (int i = -AHEAD; i < cfg::NUM_STAGES - 1; ++i) pipeline.load(i);
   if (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
   if constexpr (AHEAD > 0) {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      norms.fetch(stream, i);
+      norms.fetch(pipeline, i);
       norms.store(sm, i);
     }
     ptx::cp_async_wait<cfg::NUM_STAGES - 1>();
     __syncthreads();  // codes of the first tile are there, and rotated queries
-    stream.expand(0);
+    pipeline.expand(0);
   }
 
   State state;
@@ -510,16 +511,16 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   const auto attend = [&](auto any, int i) {
     constexpr bool ANY = decltype(any)::value;
     Scores s;
-    if (ANY && stream.has_mask(i)) clear_bad_rows(sm, i, at);
+    if (ANY && pipeline.has_mask(i)) clear_bad_rows(sm, i, at);
     typename K::Expansion next_k(sm.k, i + 1);
     multiply_k<KEY_TILES>(s, sm.q, sm.k, i, 0, at, [&](int step, int steps) {
       if (!ANY) expand_part<K>(next_k, step, steps);
     });
     if constexpr (ANY) {
       transform<KEY_TILES>(s, p, sm, i, at);
-      if (stream.has_mask(i)) hide<KEY_TILES>(s, p, w, stream.key(i), at);
+      if (pipeline.has_mask(i)) hide<KEY_TILES>(s, p, w, pipeline.key(i), at);
     }
-    if constexpr (AHEAD > 0) norms.fetch(stream, i + 2);  // stored after the products with V
+    if constexpr (AHEAD > 0) norms.fetch(pipeline, i + 2);  // stored after the products with V
     if constexpr (V::NORMS > 0) {
       const float now = sm.v.log2_scale(i);
       state.shift(now - log2_scale);
@@ -543,20 +544,20 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
         [&](int step, int steps) {
           if (!ANY) expand_part<V>(next_v, step, steps);
         });
-    if (ANY) stream.expand(i + 1);
+    if (ANY) pipeline.expand(i + 1);
   };
   const auto step = [&](auto any, int i) {
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     __syncthreads();  // stage i is there, and all have read the last, which is filled next
-    stream.load(i + cfg::NUM_STAGES - 1);
+    pipeline.load(i + cfg::NUM_STAGES - 1);
     attend(any, i);
     if constexpr (AHEAD > 0) norms.store(sm, i + 2);
   };
   // Tiles whose keys all rows see are neighbors.
   int i = 0;
 #pragma unroll 1
-  while (stream.has(i)) {
-    if (p.softcap_log2 != 0.f || p.softmax_scale_log2 <= 0.f || stream.has_mask(i)) {
+  while (pipeline.has(i)) {
+    if (p.softcap_log2 != 0.f || p.softmax_scale_log2 <= 0.f || pipeline.has_mask(i)) {
       step(Flag<true>{}, i++);
     } else {
 #pragma unroll 1
@@ -570,7 +571,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   state.reduce();
   __syncthreads();  // what any warp found is known, and all have read q, whose memory o takes
   if (sm.hidden_bad != 0) {
-    add_bad_rows(stream, o, state, at);
+    add_bad_rows(pipeline, o, state, at);
     __syncthreads();  // all have read q again
   }
 

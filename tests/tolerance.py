@@ -273,7 +273,7 @@ def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Seq
     codes = [part.v for part in parts if isinstance(part.v, Tbq4Rows)]
     if codes:
         norms = np.concatenate([rows.norms.ravel() for rows in codes]).astype(np.float64)
-        norms = norms[np.isfinite(norms) & (norms > 0)]
+        norms = np.abs(norms[np.isfinite(norms) & (norms != 0)])
         log2_norm = float(np.abs(np.log2(norms)[:, None] - (0, FLOAT16_EXPONENT)).max(initial=0))
         slack_of_tiles = float(np.sqrt(stages + 1) * 2.0**-40 * norms.max(initial=0))
         block = _tbq4.block_of(v.shape[-1])

@@ -84,6 +84,11 @@ def cu_seqlens_of(
     elif entries.ndim != 1 or entries.size == 0:
         msg = f"{name} must have shape (batch + 1,), got {entries.shape}"
         raise ValueError(msg)
+    if entries.size == 1 and total > 0:
+        msg = (
+            f"{name} must have an entry more than there are sequences, for {total} tokens of {of}, got {entries.shape}"
+        )
+        raise ValueError(msg)
     if _stays_on_gpu(name, entries, gpu=gpu, of="q"):
         return entries
     if contents:

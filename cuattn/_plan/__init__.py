@@ -59,7 +59,7 @@ Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeCon
 
 
 def shipped_configs(device: Device) -> list[Config]:
-    """Every config that `decode` and `merge` can ask for on a device, and the common ones of the others."""
+    """Every config that `decode`, `prefill` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
     for dtype in (Dtype.FP16, Dtype.BF16):
         for formats in product(KvFormat, KvFormat):

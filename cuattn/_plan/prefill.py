@@ -154,7 +154,7 @@ _TILES = {
 # registers, which leaves fewer for scores.
 _TBQ4_TILES = {
     (64, 64): (PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
-    (128, 128): (PrefillTile(256, 48, 2, 8), PrefillTile(128, 32, 2, 8)),
+    (128, 128): (PrefillTile(256, 48, 2, 8, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
     (256, 256): (PrefillTile(128, 32, 2, 8, spills_on=("sm_80",)), PrefillTile(64, 16, 2, 4)),
     (512, 512): (
         PrefillTile(64, 32, 2, 8, dim_splits=2),
@@ -236,7 +236,7 @@ class PrefillPlan:
 
     @cached_property
     def streams_at_once(self) -> int:
-        """KV heads of sequences whose tiles are worked on together, the heaviest first.
+        """KV heads of sequences whose tiles are worked on together, those of the last rows first.
 
         As many as have their keys and values in half of the L2 cache, since the tiles of a stream read the same ones.
         """
@@ -273,7 +273,7 @@ class PrefillPlan:
             f"  problem    batch {p.batch}, {tokens}, {p.num_qo_heads}/{p.num_kv_heads} heads, {dims}, ",
             f"  kernel     prefill_mma: {c.tile_q} query rows x {c.tile_kv} keys, {c.num_warps} warps of {rows} rows, ",
             f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
-            f"  order      tiles of {self.streams_at_once} KV heads at once, the heaviest first",
+            f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
             f"  work       {p.flops / 1e9:.2f} GFLOP without masks, no workspace",
         ]
         lines[1] += f"{p.dtype.value}{kv}, up to {p.max_kv_len} keys"

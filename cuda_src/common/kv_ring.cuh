@@ -38,6 +38,7 @@ struct TileNorms {
   static constexpr int ROWS = cfg::TILE_KV / 8;
   // A lane's words have two norms each, but one where the next one in the slot is of another head.
   static constexpr bool APART = OF_ROW == 1 && cfg::TILE_HEADS > 1;
+  static_assert(cfg::TILE_HEADS == 1 || OF_ROW <= 1, "norms of a row's blocks stand side by side in one head only");
   static constexpr int HALVES_OF_ROW = APART ? 2 : OF_ROW;
   static constexpr int WORDS = ROWS * HALVES_OF_ROW / 2;
   u32 words[WORDS > 0 ? WORDS : 1];

@@ -10,7 +10,6 @@
 struct KeyTiles {
   int lo, hi;                           // keys that any row sees
   int begin;                            // of tile 0
-  int num_tiles;                        // up to hi
   KeyRange full;                        // tiles whose keys all rows see
   const u8 *k, *v, *k_norms, *v_norms;  // the first row of the sequence, or of page 0
 };
@@ -132,7 +131,6 @@ __device__ __forceinline__ bool find_work(const PrefillParams& p, Work& w) {
   w.lo = first.lo;
   w.hi = max(w.lo, last.hi);
   w.begin = w.lo / cfg::TILE_KV * cfg::TILE_KV;
-  w.num_tiles = (w.hi - w.begin + cfg::TILE_KV - 1) / cfg::TILE_KV;
   w.full.lo = (max(0, last.lo - w.begin) + cfg::TILE_KV - 1) / cfg::TILE_KV;
   w.full.hi = max(0, first.hi - w.begin) / cfg::TILE_KV;
   return true;

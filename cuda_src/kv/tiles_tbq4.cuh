@@ -93,7 +93,7 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
         // An infinite norm becomes NaN: so is infinity times levels of both signs.
         const float norm = ptx::to_float(Half{static_cast<u16>(ptx::nan_if_infinite(words[n / 2]) >> n % 2 * 16)});
         if (row < cfg::TILE_KV) norms[i % cfg::NORM_TILES][n][row] = norm;
-        top = fmaxf(top, norm);  // not NaN
+        top = fmaxf(top, fabsf(norm));  // not NaN
       }
 #pragma unroll
       for (int bit = 1; bit < WARP; bit *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, bit));

@@ -407,6 +407,40 @@ def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
         assert_same_bits((out[~sees], lse[~sees]), (clean[0][~sees], clean[1][~sees]))
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_is_nan_and_sees_no_key_changes_nothing(*, sinks: bool) -> None:
+    """Its dot product with the mean of K is NaN, too."""
+    problem = replace(CODES, causal=True, sinks=sinks)
+    arrays = problem.arrays()
+    clean = run(problem, arrays)
+    empty = 90  # of the sequence that has 50 queries and 20 keys
+    assert sinks or np.isneginf(clean[1][empty]).all()
+    arrays[0][empty, 4, 5] = np.nan
+    assert_same_bits(run(problem, arrays), clean)
+
+
+@pytest.mark.parametrize("key", [5, 66])
+def test_a_value_that_is_nan_shows_where_the_score_of_its_key_is_minus_infinity(key: int) -> None:
+    """In tiles with a mask as in others: it has the weight 0 and is seen."""
+    q, k, v = (np.ones((1, n, 1, 64), np.float16) for n in (9, 70, 70))
+    k[0, key] = 0
+    k[0, key, 0, 3] = -np.inf
+    v[0, key, 0, 7] = np.nan
+    out, _ = product.prefill_arrays(q, k, v, causal=True)
+    want = reference.prefill(q, k, v, causal=True)
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), np.isnan(want))
+
+
+@pytest.mark.parametrize("some", [1, 5])
+def test_norms_below_zero_are_norms(some: int) -> None:
+    """No encoder writes them; the format has them."""
+    problem = replace(CODES, causal=True, values="normal")
+    q, k, v = problem.arrays()
+    for cache in (k, v):
+        cache.norms[::some] *= -1
+    assert_prefill_call((q, k, v), problem.options(), product.prefill_arrays(q, k, v, **problem.options()))
+
+
 # Norms and queries at the ends of their range
 
 

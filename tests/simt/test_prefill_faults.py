@@ -30,7 +30,12 @@ FAULTS = {
     "a key too many": (RAW, KERNEL, "n * 8 + j >= hi", "n * 8 + j > hi"),
     "a key before the window": (WINDOW, KERNEL, "n * 8 + j < lo", "n * 8 + j + 1 < lo"),
     "tiles with a mask taken for whole ones": (RAW, KERNEL, "i < w.full.lo || i >= w.full.hi", "i < w.full.lo"),
-    "whole tiles end a tile late": (RAW, WORK, "max(0, first.hi - w.begin) / cfg::TILE_KV", "w.num_tiles"),
+    "whole tiles end a tile late": (
+        RAW,
+        WORK,
+        "max(0, first.hi - w.begin) / cfg::TILE_KV",
+        "max(0, first.hi - w.begin) / cfg::TILE_KV + 1",
+    ),
     "the last key tile is left out": (
         RAW,
         KERNEL,

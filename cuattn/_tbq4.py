@@ -95,6 +95,12 @@ def rotation_constants(block: int) -> dict[str, object]:
     }
 
 
+def attention_constants(block: int) -> dict[str, object]:
+    """Return what attention kernels need: the levels as bits of float16, and what rotates."""
+    levels = codebook(block).astype(np.float16).view(np.uint16)
+    return {"LEVELS_HALF": tuple(map(int, levels)), **rotation_constants(block)}
+
+
 NUM_CELLS = 128
 # Of a block of 128: the closest boundaries are .94 cells apart, and no boundary is within .24 of the edge of a cell.
 _CELLS_PER_UNIT = 41.375

@@ -13,15 +13,14 @@ from cuattn._check.arguments import (
     GPU_DTYPES,
     flag,
     integer,
-    number_of,
     require_dtype,
-    require_float32,
     require_head_dim,
     require_one_place,
     require_out,
     require_rank,
     require_rows,
-    require_shape,
+    require_sinks,
+    scale_and_cap,
     window_of,
 )
 from cuattn._check.lengths import lengths_of
@@ -92,11 +91,6 @@ class DecodeCall:
         return 1 if self.page_table is None else int(self.page_table.shape[1])
 
 
-def _sinks(sinks: Array, num_qo_heads: int, q_dtype: str) -> None:
-    require_shape("sinks", sinks, (num_qo_heads,), "one per query head")
-    require_dtype("sinks", sinks, tuple(dict.fromkeys(("float32", q_dtype))))
-
-
 def _queries(q: Array) -> None:
     require_rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
     require_dtype("q", q, GPU_DTYPES if is_gpu(q) else CPU_DTYPES)
@@ -159,14 +153,10 @@ def decode(
     if page_table is not None:
         check_cache.page_table(page_table, lengths, keys, sink=sink, recent=recent, contents=contents)
     if sinks is not None:
-        _sinks(sinks, num_qo_heads, dtype_name(q))
+        require_sinks(sinks, num_qo_heads, dtype_name(q))
     if out is not None:
         require_out(out, q.shape, (dtype_name(q),), "the shape of q")
-    scale = head_dim**-0.5
-    if softmax_scale is not None:
-        scale = number_of("softmax_scale", softmax_scale, "a finite number or None", positive=False)
-    cap = 0.0 if softcap is None else number_of("softcap", softcap, "a positive finite number or None", positive=True)
-    require_float32(scale, cap)
+    scale, cap = scale_and_cap(softmax_scale, softcap, head_dim)
     if num_splits is not None:
         num_splits = integer("num_splits", num_splits, 1, _plan.MAX_SPLITS)
 

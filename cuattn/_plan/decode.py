@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import numpy as np
-
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
@@ -179,12 +177,7 @@ class DecodeConfig:
         if not self.uses_tbq4:
             return {}
         block = _tbq4.block_of(self.head_dim)
-        levels = _tbq4.codebook(block).astype(np.float16).view(np.uint16)
-        return {
-            "TABLE_STRIDE": self.table_stride,
-            "LEVELS_HALF": tuple(map(int, levels)),
-            **_tbq4.rotation_constants(block),
-        }
+        return {"TABLE_STRIDE": self.table_stride, **_tbq4.attention_constants(block)}
 
 
 def config_of(  # noqa: PLR0917  the axes of the tables, in their order

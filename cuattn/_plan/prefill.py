@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
-import numpy as np
-
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
@@ -114,13 +112,10 @@ class PrefillConfig:
     def _format_constants(self) -> dict[str, object]:
         if not self.uses_tbq4:
             return {}
-        block = _tbq4.block_of(self.head_dim)
-        levels = _tbq4.codebook(block).astype(np.float16).view(np.uint16)
         return {
             "NORM_TILES": _NORM_TILES,
             "EXPANDED_TILES": _EXPANDED_TILES,
-            "LEVELS_HALF": tuple(map(int, levels)),
-            **_tbq4.rotation_constants(block),
+            **_tbq4.attention_constants(_tbq4.block_of(self.head_dim)),
         }
 
 

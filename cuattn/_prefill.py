@@ -126,6 +126,10 @@ def prefill(
     stream. `out` must not share memory with the other arrays, and must be writable memory, which CuPy does not check
     for others' arrays.
 
+    Rows in TBQ4 are never written out in 16 bits. On their way into tensor cores levels times norms are rounded to
+    float16 once, with a power of two for each tile of keys, where `decode` multiplies scores and probabilities by norms
+    in float32: the two agree within the roundings of a 16-bit copy of the cache (``docs/prefill.md``).
+
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 
     Examples

@@ -237,7 +237,7 @@ struct NormPipeline {
 #pragma unroll
     for (int n = 0; n < WORDS; ++n) words[n] = 0;
     if (!valid || !(has_keys() || has_values())) return;
-    const u8* norms = plane.row(pages.dense ? 0 : pages.page(key), pages.dense ? key : pages.slot(key));
+    const u8* norms = plane.row_of(pages, key);
     if constexpr (NORMS == 1) {
       words[0] = ptx::ld_global_u16(norms);
     } else {

@@ -13,6 +13,10 @@ struct RowPlane {
   __device__ __forceinline__ const u8* row(int page, int token) const {
     return base + page * stride_page + token * stride_token;
   }
+  // Without a page table keys are neighbors.
+  __device__ __forceinline__ const u8* row_of(const PageTable& pages, int key) const {
+    return row(pages.dense ? 0 : pages.page(key), pages.dense ? key : pages.slot(key));
+  }
 };
 
 // Copies tiles of TILE_KV rows with the geometry of Rows (PlainRows, Tile16). Each thread has the same chunk of rows a
@@ -53,9 +57,7 @@ struct TileLoader {
       const int row = row0 + step * ROWS_AT_ONCE, key = key0 + row;
       const bool valid = key >= keys.lo && key < keys.hi;
       const u8* source = static_cast<const u8*>(readable);
-      if (valid) {
-        source = plane.row(pages.dense ? 0 : pages.page(key), pages.dense ? key : pages.slot(key)) + chunk * 16;
-      }
+      if (valid) source = plane.row_of(pages, key) + chunk * 16;
       if (ALL_BUSY || row < cfg::TILE_KV) copy_row(target, source, valid);
       target += ROWS_AT_ONCE * Rows::ROW_BYTES;
     }

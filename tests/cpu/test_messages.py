@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
+from zeros import half, index, read_only, single
 
 import cuattn
 
@@ -26,24 +27,6 @@ class Bad(NamedTuple):
     changes: dict[str, Any]
     error: type[Exception] | tuple[type[Exception], ...]
     words: tuple[str, ...]
-
-
-def half(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float16)
-
-
-def single(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def index(*rows: Any) -> np.ndarray:
-    return np.array(rows, np.int32)
-
-
-def read_only(*shape: int) -> np.ndarray:
-    array = half(*shape)
-    array.flags.writeable = False
-    return array
 
 
 def dense() -> dict[str, Any]:

@@ -132,3 +132,11 @@ def occupy(rounds: int) -> None:
     x = cupy.zeros(BUSY_ELEMENTS, np.float32)
     for _ in range(rounds):
         cupy.add(x, x, out=x)
+
+
+def on_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: to_device(x) for name, x in options.items()}
+
+
+def planes(arrays: Any) -> list[Any]:
+    return [y for x in arrays for y in ((x.codes, x.norms) if isinstance(x, cuattn.Tbq4Array) else (x,))]

@@ -23,6 +23,8 @@ from gpu.helpers import (
     launch_prefill,
     nans,
     occupy,
+    on_device,
+    planes,
     poison,
     prefill,
     to_device,
@@ -64,14 +66,6 @@ def of(dtype: str, formats: tuple[str, str], dims: tuple[int, int], **fields: An
 
 def changed(cache: Tbq4Array, **parts: Any) -> Tbq4Array:
     return Tbq4Array(**{name: getattr(cache, name) for name in ("codes", "norms", "mean")} | parts)
-
-
-def on_device(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: to_device(x) for name, x in options.items()}
-
-
-def planes(arrays: Any) -> list[Any]:
-    return [y for x in arrays for y in ((x.codes, x.norms) if isinstance(x, Tbq4Array) else (x,))]
 
 
 # --- Against the reference ------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from gpu.helpers import (
     launch,
     nans,
     occupy,
+    on_device,
+    planes,
     poison,
     to_device,
     viewed,
@@ -56,10 +58,6 @@ def of(formats: tuple[str, str], **fields: Any) -> Problem:
 
 def changed(cache: Tbq4Array, **parts: Any) -> Tbq4Array:
     return Tbq4Array(**{name: getattr(cache, name) for name in ("codes", "norms", "mean")} | parts)
-
-
-def on_device(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: to_device(x) for name, x in options.items()}
 
 
 # --- Against the reference ------------------------------------------------------------------------------------------
@@ -415,10 +413,6 @@ def test_20_calls_on_a_busy_gpu_give_the_same_bits(problem: Problem) -> None:
         assert_same_bits(tuple(map(cupy.asnumpy, result)), first, f"repeat {i} of {problem}")
 
 
-def planes_of(arrays: tuple[Any, ...]) -> list[Any]:
-    return [y for x in arrays for y in ((x.codes, x.norms) if isinstance(x, Tbq4Array) else (x,))]
-
-
 @all_layouts
 def test_decode_runs_in_order_in_the_current_stream(problem: Problem) -> None:
     """The inputs are unusable until late in the stream, and nothing but the stream says when they are there."""
@@ -426,7 +420,7 @@ def test_decode_runs_in_order_in_the_current_stream(problem: Problem) -> None:
     want = call(host, options)
     options = on_device(options)
     ready, late = (tuple(map(to_device, host)) for _ in range(2))
-    for x in planes_of(late):
+    for x in planes(late):
         x.view(cupy.uint8).fill(0xFF)
     late[3].fill(0)
     cupy.cuda.Device().synchronize()
@@ -435,11 +429,11 @@ def test_decode_runs_in_order_in_the_current_stream(problem: Problem) -> None:
         out = cupy.empty_like(late[0])
         poison(out)
         occupy(rounds=300)
-        for x, y in zip(planes_of(late), planes_of(ready), strict=True):
+        for x, y in zip(planes(late), planes(ready), strict=True):
             x.view(cupy.uint8)[...] = y.view(cupy.uint8)
         got, lse = cuattn.decode(*late, **options, return_lse=True, out=out)
         copies = got.copy(), lse.copy()
-        for x in planes_of(late):
+        for x in planes(late):
             x.view(cupy.uint8).fill(0xFF)
     stream.synchronize()
     assert_same_bits(tuple(map(cupy.asnumpy, copies)), want)

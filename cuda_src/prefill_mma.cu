@@ -42,6 +42,7 @@ struct Smem {
   typename V::Buffers v;
   // Scores are raw products times scale, plus bias; where K is in a rotated domain.
   float q_scale[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1], q_bias[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1];
+  u64 keys_turn, values_turn;  // mbarriers
   Work work;
   int hidden_bad;  // 1: some value that is infinite or NaN was replaced in a tile with a mask
 };
@@ -118,13 +119,13 @@ __device__ __forceinline__ void multiply_k(ScoresOf<N>& s, const u8* q, typename
   }
 }
 
-// o += P V; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later keys stand beside
-// products of earlier ones; beside(step, STEPS) as in multiply_k.
-template <class Weigh, class Beside>
-__device__ __forceinline__ void multiply_v(Outputs& o, typename V::Buffers& values, int i, const Lane& at, Weigh weigh,
-                                           Beside beside) {
-  constexpr int STEPS = KEY_TILES / 2;
-  const u8* tile = values.tile(i);
+// o += P V of the same keys; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later
+// keys stand beside products of earlier ones; beside(step, STEPS) as in multiply_k.
+template <int N, class Weigh, class Beside>
+__device__ __forceinline__ void multiply_v(Outputs& o, typename V::Buffers& values, int i, int first, const Lane& at,
+                                           Weigh weigh, Beside beside) {
+  constexpr int STEPS = N / 2;
+  const u8* tile = values.tile(i) + first * V::Tile::ROW_BYTES;
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     u32 a[ROW_TILES][4];
@@ -160,7 +161,15 @@ __device__ __forceinline__ void load_queries(const PrefillParams& p, const Work&
 }
 
 // Tiles that are expanded before their use.
-constexpr int AHEAD = K::EXPAND_STEPS + V::EXPAND_STEPS > 0 ? 1 : 0;
+template <class Kv>
+constexpr int AHEAD_OF = Kv::EXPAND_STEPS > 0 ? 1 : 0;
+constexpr int AHEAD = AHEAD_OF<K> + AHEAD_OF<V> > 0 ? 1 : 0;
+
+// This warp has read its tile, and made its part of the next.
+__device__ __forceinline__ void end_turn(u64* turn, const Lane& at) {
+  __syncwarp();
+  if (at.lane == 0) ptx::mbarrier_arrive(turn);
+}
 
 // The share of step `step` of `steps` in an expansion of K or V. A result is stored in the next step: so the compiler
 // may spread the arithmetic among the products between the two.
@@ -187,22 +196,29 @@ struct Pipeline {
   __device__ __forceinline__ bool has(int i) const { return key(i) < keys.hi; }
   __device__ __forceinline__ bool has_mask(int i) const { return i < w.full.lo || i >= w.full.hi; }
 
-  // Tile k_tile of K and tile v_tile of V, or what they are expanded from: one group, empty past the last.
-  __device__ __forceinline__ void copy(int k_tile, int v_tile) const {
-    const PageTable pages = w.pages(p);
-    if (k_tile >= 0 && has(k_tile)) {
-      TileLoader<typename K::Source>::load(sm.k.incoming(k_tile), {keys.k, p.k_stride_page, p.k_stride_token}, pages,
-                                           keys, key(k_tile), p.q);
-    }
-    if (v_tile >= 0 && has(v_tile)) {
-      TileLoader<typename V::Source>::load(sm.v.incoming(v_tile), {keys.v, p.v_stride_page, p.v_stride_token}, pages,
-                                           keys, key(v_tile), p.q);
-    }
-    ptx::cp_async_commit();
+  // Tile i of K, or what it is expanded from; nothing past the last.
+  __device__ __forceinline__ void copy_keys(int i) const {
+    if (!has(i)) return;
+    TileLoader<typename K::Source>::load(sm.k.incoming(i), {keys.k, p.k_stride_page, p.k_stride_token}, w.pages(p),
+                                         keys, key(i), p.q);
   }
-  // Stage i: what is expanded is of a later tile.
-  __device__ __forceinline__ void load(int i) const {
-    copy(i + (K::EXPAND_STEPS > 0 ? AHEAD : 0), i + (V::EXPAND_STEPS > 0 ? AHEAD : 0));
+  __device__ __forceinline__ void copy_values(int i) const {
+    if (!has(i)) return;
+    TileLoader<typename V::Source>::load(sm.v.incoming(i), {keys.v, p.v_stride_page, p.v_stride_token}, w.pages(p),
+                                         keys, key(i), p.q);
+  }
+  // Before tile i: asks for what is next, as all warps have done with K of tile i - 1 and V of tile i - 2, and arrives
+  // once what tile i needs, and K of the next, are there.
+  __device__ __forceinline__ void copy_ahead(int i) const {
+    constexpr int BY = cfg::NUM_STAGES - 1;
+    if (BY > 1) arrive();
+    copy_values(i + BY - 1 + AHEAD_OF<V>);
+    copy_keys(i + BY + AHEAD_OF<K>);
+    if (BY == 1) arrive();
+  }
+  __device__ __forceinline__ void arrive() const {
+    ptx::cp_async_mbarrier_arrive(&sm.values_turn);
+    ptx::cp_async_mbarrier_arrive(&sm.keys_turn);
   }
   __device__ __forceinline__ void expand(int i) const {
     typename K::Expansion k(sm.k, i);
@@ -212,42 +228,47 @@ struct Pipeline {
   }
 };
 
-// Norms on their way: some warps have those of a row of K in each lane, others those of a row of V.
+// Norms of a tile on their way, those of K by one warp and those of V by another. Warps take turns, as one that is a bit
+// behind makes none wait.
 struct NormPipeline {
-  static constexpr int ROWS = (cfg::TILE_KV + WARP - 1) / WARP * WARP;  // whole warps
-  static_assert(AHEAD == 0 || THREADS >= 2 * ROWS, "a thread has the norms of one row at most");
+  static constexpr int ROWS = (cfg::TILE_KV + WARP - 1) / WARP;  // of a lane
   static constexpr int NORMS = K::NORMS > V::NORMS ? K::NORMS : V::NORMS;
   static constexpr int WORDS = NORMS > 2 ? NORMS / 2 : 1;
-  u32 words[WORDS];
+  static_assert(cfg::NUM_WARPS >= 2, "a warp for K and one for V");
+  u32 words[ROWS][WORDS];
 
-  static __device__ __forceinline__ bool has_keys() { return K::NORMS > 0 && threadIdx.x < ROWS; }
-  static __device__ __forceinline__ bool has_values() {
-    return V::NORMS > 0 && threadIdx.x >= ROWS && threadIdx.x < 2 * ROWS;
+  static __device__ __forceinline__ bool has_keys(int i) {
+    return K::NORMS > 0 && static_cast<int>(threadIdx.x / WARP) == i % cfg::NUM_WARPS;
   }
-  static __device__ __forceinline__ int row() { return threadIdx.x % ROWS; }
+  static __device__ __forceinline__ bool has_values(int i) {
+    return V::NORMS > 0 && static_cast<int>(threadIdx.x / WARP) == (i + cfg::NUM_WARPS / 2) % cfg::NUM_WARPS;
+  }
 
   // Those of rows that no query sees are zero.
-  __device__ __forceinline__ void fetch(const Pipeline& s, int i) {
+  __device__ __forceinline__ void fetch(const Pipeline& s, int i, const Lane& at) {
+    if (!has_keys(i) && !has_values(i)) return;
     const PrefillParams& p = s.p;
-    const int key = s.key(i) + row();
-    const bool valid = row() < cfg::TILE_KV && key >= s.keys.lo && key < s.keys.hi;
     RowPlane plane{s.keys.k_norms, p.k_norms_stride_page, p.k_norms_stride_token};
-    if (!has_keys()) plane = {s.keys.v_norms, p.v_norms_stride_page, p.v_norms_stride_token};
-    const PageTable pages = s.w.pages(p);
+    if (!has_keys(i)) plane = {s.keys.v_norms, p.v_norms_stride_page, p.v_norms_stride_token};
+    const PagedRows pages = s.w.pages(p);
 #pragma unroll
-    for (int n = 0; n < WORDS; ++n) words[n] = 0;
-    if (!valid || !(has_keys() || has_values())) return;
-    const u8* norms = plane.row_of(pages, key);
-    if constexpr (NORMS == 1) {
-      words[0] = ptx::ld_global_u16(norms);
-    } else {
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = r * WARP + at.lane, key = s.key(i) + row;
 #pragma unroll
-      for (int n = 0; n < WORDS; ++n) words[n] = __ldg(reinterpret_cast<const u32*>(norms) + n);
+      for (int n = 0; n < WORDS; ++n) words[r][n] = 0;
+      if (row >= cfg::TILE_KV || key < s.keys.lo || key >= s.keys.hi) continue;
+      const u8* norms = plane.base + plane.offset_of(pages, key);
+      if constexpr (NORMS == 1) {
+        words[r][0] = ptx::ld_global_u16(norms);
+      } else {
+#pragma unroll
+        for (int n = 0; n < WORDS; ++n) words[r][n] = __ldg(reinterpret_cast<const u32*>(norms) + n);
+      }
     }
   }
-  __device__ __forceinline__ void store(Smem& sm, int i) const {
-    if (has_keys()) sm.k.store_norms(i, row(), words);
-    if (has_values()) sm.v.store_norms(i, row(), words);
+  __device__ __forceinline__ void store(Smem& sm, int i, const Lane& at) const {
+    if (has_keys(i)) sm.k.store_norms(i, words, at.lane);
+    if (has_values(i)) sm.v.store_norms(i, words, at.lane);
   }
 };
 
@@ -335,10 +356,12 @@ __device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& 
   for (int i = 0; pipeline.has(i); ++i) {
     if (!pipeline.has_mask(i)) continue;
     NormPipeline norms{};
-    norms.fetch(pipeline, i);
+    norms.fetch(pipeline, i, at);
     __syncthreads();  // all have read the tiles before
-    norms.store(sm, i);
-    pipeline.copy(i, i);
+    norms.store(sm, i, at);
+    pipeline.copy_keys(i);
+    pipeline.copy_values(i);
+    ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();  // tile i is there, or its codes and norms
     pipeline.expand(i);
@@ -474,26 +497,36 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   ptx::griddepcontrol_wait();
   Work found{};
   if (!find_work(p, found)) return;
-  if (threadIdx.x == 0) sm.work = found, sm.hidden_bad = 0;
+  if (threadIdx.x == 0) {
+    sm.work = found, sm.hidden_bad = 0;
+    ptx::mbarrier_init(&sm.keys_turn, THREADS + cfg::NUM_WARPS);
+    ptx::mbarrier_init(&sm.values_turn, THREADS + AHEAD_OF<V> * cfg::NUM_WARPS);
+  }
   __syncthreads();  // the work is there
   const Work& w = sm.work;
   const Lane at;
   const Pipeline pipeline{p, w, w, sm};
   NormPipeline norms{};
-  if (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);  // in the first group
+  if (!K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
 #pragma unroll 1
-  for (int i = -AHEAD; i < cfg::NUM_STAGES - 1; ++i) pipeline.load(i);
+  for (int i = 0; i < cfg::NUM_STAGES - 1 + AHEAD_OF<K>; ++i) pipeline.copy_keys(i);
+#pragma unroll 1
+  for (int i = 0; i < cfg::NUM_STAGES - 2 + AHEAD_OF<V>; ++i) pipeline.copy_values(i);
+  ptx::cp_async_commit();
   if (K::IN_ROTATED_DOMAIN) load_queries(p, w, sm);
   if constexpr (AHEAD > 0) {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      norms.fetch(pipeline, i);
-      norms.store(sm, i);
+      norms.fetch(pipeline, i, at);
+      norms.store(sm, i, at);
     }
-    ptx::cp_async_wait<cfg::NUM_STAGES - 1>();
+    ptx::cp_async_wait<0>();
     __syncthreads();  // codes of the first tile are there, and rotated queries
     pipeline.expand(0);
   }
+  ptx::cp_async_mbarrier_arrive(&sm.keys_turn);
+  end_turn(&sm.keys_turn, at);
+  if (AHEAD_OF<V>) end_turn(&sm.values_turn, at);
 
   State state;
   Outputs o;
@@ -510,62 +543,72 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   // Tiles whose keys all rows see are the most: without softcap they have a path of their own.
   const auto attend = [&](auto any, int i) {
     constexpr bool ANY = decltype(any)::value;
-    Scores s;
-    if (ANY && pipeline.has_mask(i)) clear_bad_rows(sm, i, at);
+    // With a mask fewer keys at once: more of them may be hidden from all rows, and that takes registers.
+    constexpr int PARTS = ANY && KEY_TILES % 4 == 0 ? 2 : 1, TILES = KEY_TILES / PARTS;
+    ptx::mbarrier_wait(&sm.keys_turn, i & 1);
+    pipeline.copy_ahead(i);
+    if constexpr (AHEAD > 0) norms.fetch(pipeline, i + 2, at);
     typename K::Expansion next_k(sm.k, i + 1);
-    multiply_k<KEY_TILES>(s, sm.q, sm.k, i, 0, at, [&](int step, int steps) {
-      if (!ANY) expand_part<K>(next_k, step, steps);
-    });
-    if constexpr (ANY) {
-      transform<KEY_TILES>(s, p, sm, i, at);
-      if (pipeline.has_mask(i)) hide<KEY_TILES>(s, p, w, pipeline.key(i), at);
-    }
-    if constexpr (AHEAD > 0) norms.fetch(pipeline, i + 2);  // stored after the products with V
-    if constexpr (V::NORMS > 0) {
-      const float now = sm.v.log2_scale(i);
-      state.shift(now - log2_scale);
-      log2_scale = now;
-    }
-    const Factors factors = factors_of<ANY>(p, sm, i, at);
-    state.follow(s, factors, [&](int r, int c, float by) {
-#pragma unroll
-      for (int d = 0; d < DIM_TILES; ++d) {
-        o[r][d][2 * c] *= by;
-        o[r][d][2 * c + 1] *= by;
-      }
-    });
     typename V::Expansion next_v(sm.v, i + 1);
-    multiply_v(
-        o, sm.v, i, at,
-        [&](int r, int n) -> const float (&)[4] {
-          state.weigh(s[r][n], factors, r);
-          return s[r][n];
-        },
-        [&](int step, int steps) {
-          if (!ANY) expand_part<V>(next_v, step, steps);
-        });
-    if (ANY) pipeline.expand(i + 1);
-  };
-  const auto step = [&](auto any, int i) {
-    ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
-    __syncthreads();  // stage i is there, and all have read the last, which is filled next
-    pipeline.load(i + cfg::NUM_STAGES - 1);
-    attend(any, i);
-    if constexpr (AHEAD > 0) norms.store(sm, i + 2);
+    if constexpr (ANY) {
+      ptx::mbarrier_wait(&sm.values_turn, i & 1);
+      if (pipeline.has_mask(i)) clear_bad_rows(sm, i, at);
+      expand_part<K>(next_k, 0, 1);
+      expand_part<V>(next_v, 0, 1);
+    }
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+      const int first = part * TILES * 8;
+      ScoresOf<TILES> s;
+      multiply_k<TILES>(s, sm.q, sm.k, i, first, at, [&](int step, int steps) {
+        if (!ANY) expand_part<K>(next_k, step, steps);
+      });
+      if (part == PARTS - 1) {
+        if constexpr (AHEAD > 0) norms.store(sm, i + 2, at);
+        end_turn(&sm.keys_turn, at);
+      }
+      if constexpr (ANY) {
+        transform<TILES>(s, p, sm, i, at);
+        if (pipeline.has_mask(i)) hide<TILES>(s, p, w, pipeline.key(i) + first, at);
+      }
+      if constexpr (V::NORMS > 0) {
+        const float now = sm.v.log2_scale(i);
+        if (now != log2_scale) state.shift(now - log2_scale);
+        log2_scale = now;
+      }
+      const Factors factors = factors_of<ANY>(p, sm, i, at);
+      state.follow(s, factors, [&](int r, int c, float by) {
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; ++d) {
+          o[r][d][2 * c] *= by;
+          o[r][d][2 * c + 1] *= by;
+        }
+      });
+      if (!ANY) ptx::mbarrier_wait(&sm.values_turn, i & 1);
+      multiply_v<TILES>(
+          o, sm.v, i, first, at,
+          [&](int r, int n) -> const float (&)[4] {
+            state.weigh(s[r][n], factors, r);
+            return s[r][n];
+          },
+          [&](int step, int steps) {
+            if (!ANY) expand_part<V>(next_v, step, steps);
+          });
+    }
+    if (AHEAD_OF<V>) end_turn(&sm.values_turn, at);
   };
   // Tiles whose keys all rows see are neighbors.
   int i = 0;
 #pragma unroll 1
   while (pipeline.has(i)) {
     if (p.softcap_log2 != 0.f || p.softmax_scale_log2 <= 0.f || pipeline.has_mask(i)) {
-      step(Flag<true>{}, i++);
+      attend(Flag<true>{}, i++);
     } else {
 #pragma unroll 1
-      do step(Flag<false>{}, i++);
+      do attend(Flag<false>{}, i++);
       while (i < w.full.hi);
     }
   }
-  ptx::cp_async_wait<0>();
   ptx::griddepcontrol_launch_dependents();
   if (V::NORMS > 0) state.shift(-log2_scale);
   state.reduce();

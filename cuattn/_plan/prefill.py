@@ -15,10 +15,11 @@ from cuattn._problem import PrefillProblem, norm_bytes, row_bytes
 
 # (head_dim, value_dim) of 16-bit rows.
 PREFILL_DIMS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128))
-# Norms of three tiles: of the one that is attended to, the one that is expanded, and the one on its way.
-_NORM_TILES = 3
-# Of ``struct Work``, and of the flag behind it.
-_WORK_BYTES = 92
+# Norms of three tiles: of the one that is expanded, the one before for warps that are behind, and the one on its way.
+# The power of two of a tile is asked for when its scores are there.
+_NORM_TILES, _SCALE_TILES = 3, 4
+# Of ``struct Work``, and of the flag behind it, and of two mbarriers.
+_WORK_BYTES = 100 + 16
 # Expanded tiles: the one that is attended to, and the next.
 _EXPANDED_TILES = 2
 
@@ -79,9 +80,8 @@ class PrefillConfig:
         if kv_format is not KvFormat.TBQ4:
             return self.num_stages * elements
         codes = self.num_stages * self.tile_kv * row_bytes(kv_format, self.dtype, dim)
-        norms = _NORM_TILES * self.tile_kv * norm_bytes(kv_format, dim) // _tbq4.NORM_BYTES * 4
-        largest = _NORM_TILES * ceil_div(self.tile_kv, WARP) * 4
-        return align(align(_EXPANDED_TILES * elements, 128) + align(codes, 128) + norms + largest, 128)
+        norms = _NORM_TILES * self.tile_kv * norm_bytes(kv_format, dim)
+        return align(align(_EXPANDED_TILES * elements, 128) + align(codes, 128) + norms + _SCALE_TILES * 4, 128)
 
     @property
     def smem_bytes(self) -> int:
@@ -114,6 +114,7 @@ class PrefillConfig:
             return {}
         return {
             "NORM_TILES": _NORM_TILES,
+            "SCALE_TILES": _SCALE_TILES,
             "EXPANDED_TILES": _EXPANDED_TILES,
             **_tbq4.attention_constants(_tbq4.block_of(self.head_dim)),
         }
@@ -148,9 +149,9 @@ _TILES = {
 # Codes are expanded once for all rows of a CTA, so that one with more rows takes less time for each. Expanding takes
 # registers, which leaves fewer for scores.
 _TBQ4_TILES = {
-    (64, 64): (PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
-    (128, 128): (PrefillTile(256, 48, 2, 8, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
-    (256, 256): (PrefillTile(128, 32, 2, 8, spills_on=("sm_80",)), PrefillTile(64, 16, 2, 4)),
+    (64, 64): (PrefillTile(256, 128, 2, 8), PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
+    (128, 128): (PrefillTile(256, 64, 2, 8), PrefillTile(256, 32, 2, 8), PrefillTile(128, 32, 2, 8)),
+    (256, 256): (PrefillTile(128, 64, 2, 8), PrefillTile(128, 32, 2, 8), PrefillTile(64, 16, 2, 4)),
     (512, 512): (
         PrefillTile(64, 32, 2, 8, dim_splits=2),
         PrefillTile(32, 16, 2, 4, dim_splits=2),
@@ -158,9 +159,7 @@ _TBQ4_TILES = {
     ),
 }
 # Where one of K and V is in TBQ4.
-_MIXED_TILES = _TBQ4_TILES | {
-    (256, 256): (PrefillTile(128, 48, 2, 8), PrefillTile(128, 32, 2, 8), PrefillTile(64, 16, 2, 4)),
-}
+_MIXED_TILES = dict(_TBQ4_TILES)
 
 
 def _tiles(k_format: KvFormat, v_format: KvFormat) -> Mapping[tuple[int, int], tuple[PrefillTile, ...]]:

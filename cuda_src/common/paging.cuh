@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PAGING_CUH
 #define CUATTN_COMMON_PAGING_CUH
-#include "common/types.cuh"
+#include "common/divisor.cuh"
 
 struct PageTable {
   const u8* row;  // this sequence's entries; null: the sequence is page `dense_page`
@@ -19,6 +19,27 @@ struct PageTable {
   // Without a table a page may be a ring, of tokens that are the newest.
   __device__ __forceinline__ int slot(int position) const {
     return position < page_size ? position : position % page_size;
+  }
+};
+
+// The same for kernels that look up many positions: without a table successive positions are successive rows of page 0.
+struct PagedRows {
+  const u8* table;  // this sequence's entries, or null
+  i64 stride;       // bytes
+  Divisor size;     // tokens of a page
+
+  // The page that holds `position`, and where in it.
+  __device__ __forceinline__ int find(int position, int& slot) const {
+    slot = position;
+    if (table == nullptr) return 0;
+    u32 rest;
+    const u32 page = size.divide(static_cast<u32>(position), rest);
+    slot = static_cast<int>(rest);
+    return __ldg(reinterpret_cast<const int*>(table + stride * page));
+  }
+  // Whether this and the `count` - 1 positions that follow the one in `slot` are in one page.
+  __device__ __forceinline__ bool together(int slot, int count) const {
+    return table == nullptr || slot + count <= static_cast<int>(size.divisor);
   }
 };
 

@@ -19,6 +19,7 @@ struct Work : KeyTiles {
   int row0, num_rows;  // of the sequence's seqlen_q * group rows; row = token * group + head of the group
   int q0, seqlen_q;    // first token among all ragged ones, and tokens of the sequence
   int kv_len;
+  Divisor page_size;
 
   // The rows that pad a tile see what the last one sees.
   __device__ __forceinline__ int index(int row) const { return row0 + min(row, num_rows - 1); }
@@ -42,10 +43,10 @@ struct Work : KeyTiles {
     return (first + token(p, row)) * p.num_qo_heads + head(p, row);
   }
   // With all of `k` and `v` in page 0 where there is no table.
-  __device__ __forceinline__ PageTable pages(const PrefillParams& p) const {
+  __device__ __forceinline__ PagedRows pages(const PrefillParams& p) const {
     const u8* table = reinterpret_cast<const u8*>(p.page_table);
     return {table == nullptr ? nullptr : table + batch * p.page_table_stride_batch, p.page_table_stride_page,
-            p.page_size, 0, table == nullptr};
+            page_size};
   }
   // The first row of this KV head among those of a plane, as `k` and `v`.
   __device__ __forceinline__ const u8* first_row(const PrefillParams& p, const u8* plane, int k0, i64 stride_page,
@@ -123,6 +124,7 @@ __device__ __forceinline__ bool find_work(const PrefillParams& p, Work& w) {
     const u8* length = reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride;
     w.kv_len = max(0, min(w.kv_len, *reinterpret_cast<const int*>(length)));
   }
+  w.page_size = Divisor(p.page_size);
   w.k = w.first_row(p, p.k, k0, p.k_stride_page, p.k_stride_token, p.k_stride_head);
   w.v = w.first_row(p, p.v, k0, p.v_stride_page, p.v_stride_token, p.v_stride_head);
   w.k_norms = w.first_row(p, p.k_norms, k0, p.k_norms_stride_page, p.k_norms_stride_token, p.k_norms_stride_head);

@@ -93,6 +93,52 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// PTX ISA: cp.async.mbarrier.arrive.noinc.shared::cta.b64. This thread's arrival, once all its copies so far have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u64* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+
+// ---- mbarrier ----------------------------------------------------------------------------------------------------
+// A phase completes when `count` arrivals came and the bytes that were announced have landed. Waiting for `parity`
+// returns once the phase of that parity has completed: 0 for the first phase, 1 for the one "before" it.
+
+// PTX ISA: mbarrier.init.shared::cta.b64. By one thread; then a barrier publishes it, after fence_mbarrier_init where
+// TMA is to see it.
+__device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
+}
+// PTX ISA: mbarrier.arrive.shared::cta.b64.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ void mbarrier_arrive(u64* bar) {
+  if constexpr (ARCH >= 900) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(bar)) : "memory");
+  } else {
+    u64 state;
+    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(smem_addr(bar)) : "memory");
+  }
+}
+// PTX ISA: mbarrier.{test,try}_wait.parity.shared::cta.b64. The latter may suspend the thread for a while.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ bool mbarrier_try_wait(u64* bar, u32 parity) {
+  u32 done;
+  if constexpr (ARCH >= 900) {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(smem_addr(bar)), "r"(parity)
+                 : "memory");
+  } else {
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(smem_addr(bar)), "r"(parity)
+                 : "memory");
+  }
+  return done != 0;
+}
+__device__ __forceinline__ void mbarrier_wait(u64* bar, u32 parity) {
+  while (!mbarrier_try_wait(bar, parity)) {
+  }
+}
+
 // PTX ISA: ld.global.nc.L1::no_allocate.{v2,v4}.b32, for data that is read once, and that is not written from
 // griddepcontrol.wait on until the kernel ends.
 __device__ __forceinline__ uint2 ld_global_nc_v2(const void* p) {
@@ -129,6 +175,13 @@ __device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
   return v;
 }
 
+// threadIdx.x, read anew: the compiler cannot keep it, and what follows from it, in registers between uses.
+__device__ __forceinline__ int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
 // The value itself, which the compiler then keeps in a register rather than compute it anew for each use.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
@@ -143,6 +196,13 @@ __device__ __forceinline__ u8* opaque_shared(u8* p) {
 __device__ __forceinline__ u32 nan_if_infinite(u32 halves) {
   u32 r;
   asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(halves), "r"(0));
+  return r;
+}
+
+// PTX ISA: redux.sync.max.u32, over all lanes.
+__device__ __forceinline__ u32 warp_max(u32 x) {
+  u32 r;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x));
   return r;
 }
 

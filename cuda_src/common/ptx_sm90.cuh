@@ -15,20 +15,11 @@ struct alignas(128) TensorMap {
 namespace ptx {
 
 // ---- mbarrier ----------------------------------------------------------------------------------------------------
-// A phase completes when `count` arrivals came and the bytes that were announced have landed. Waiting for `parity`
-// returns once the phase of that parity has completed: 0 for the first phase, 1 for the one "before" it.
+// Beside those of common/ptx.cuh.
 
-// PTX ISA: mbarrier.init.shared::cta.b64. By one thread; then fence_mbarrier_init and a barrier publish it.
-__device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
-}
 // PTX ISA: fence.mbarrier_init.release.cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// PTX ISA: mbarrier.arrive.shared::cta.b64.
-__device__ __forceinline__ void mbarrier_arrive(u64* bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
 // PTX ISA: mbarrier.expect_tx.relaxed.cta.shared::cta.b64. Announces `bytes` without arriving.
 __device__ __forceinline__ void mbarrier_expect_tx(u64* bar, u32 bytes) {
@@ -38,20 +29,6 @@ __device__ __forceinline__ void mbarrier_expect_tx(u64* bar, u32 bytes) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
-// PTX ISA: mbarrier.try_wait.parity.shared::cta.b64. May suspend the thread for a while.
-__device__ __forceinline__ bool mbarrier_try_wait(u64* bar, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(smem_addr(bar)), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-__device__ __forceinline__ void mbarrier_wait(u64* bar, u32 parity) {
-  while (!mbarrier_try_wait(bar, parity)) {
-  }
-}
-
 // PTX ISA: fence.proxy.async.shared::cta. Between ordinary accesses to shared memory and TMA or wgmma on the same
 // bytes; by every thread that made such accesses, before the barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -10,12 +10,12 @@ struct RowPlane {
   const u8* base;
   i64 stride_page, stride_token;
 
-  __device__ __forceinline__ const u8* row(int page, int token) const {
-    return base + page * stride_page + token * stride_token;
-  }
-  // Without a page table keys are neighbors.
-  __device__ __forceinline__ const u8* row_of(const PageTable& pages, int key) const {
-    return row(pages.dense ? 0 : pages.page(key), pages.dense ? key : pages.slot(key));
+  // Bytes from `base` to a row.
+  __device__ __forceinline__ i64 offset(int page, int token) const { return page * stride_page + token * stride_token; }
+  __device__ __forceinline__ i64 offset_of(const PagedRows& pages, int key) const {
+    int slot;
+    const int page = pages.find(key, slot);
+    return offset(page, slot);
   }
 };
 
@@ -26,8 +26,16 @@ struct TileLoader {
   static constexpr int ROWS_AT_ONCE = cfg::NUM_WARPS * WARP / Rows::PERIOD;
   static constexpr int STEPS = (cfg::TILE_KV + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   static constexpr bool ALL_BUSY = cfg::TILE_KV % ROWS_AT_ONCE == 0;
+  static constexpr int WARP_ROWS = WARP / Rows::PERIOD;  // of a warp at once
+  static constexpr i64 NOWHERE = static_cast<i64>(1) << 63;
   static_assert(ROWS_AT_ONCE % 8 == 0, "successive rows of a thread are swizzled alike");
+  static_assert(STEPS * WARP_ROWS <= WARP, "a lane looks up one row");
 
+  static constexpr bool SHARED = STEPS > 2;
+  static __device__ __forceinline__ i64 offset_of(const RowPlane& plane, const PagedRows& pages, const KeyTiles& keys,
+                                                  int key) {
+    return key >= keys.lo && key < keys.hi ? plane.offset_of(pages, key) : NOWHERE;
+  }
   static __device__ __forceinline__ void copy_row(u8* target, const u8* source, bool valid) {
 #pragma unroll
     for (int i = 0; i < Rows::CHUNKS / Rows::PERIOD; ++i) {
@@ -37,13 +45,16 @@ struct TileLoader {
 
   // Rows key0 and following; those that no query of the CTA sees are zeros: 0 * NaN in P V would show what lies there.
   // `readable` is any address that a copy of nothing may name.
-  static __device__ __forceinline__ void load(u8* tile, const RowPlane& plane, const PageTable& pages,
+  static __device__ __forceinline__ void load(u8* tile, const RowPlane& plane, const PagedRows& pages,
                                               const KeyTiles& keys, int key0, const void* readable) {
     const int row0 = threadIdx.x / Rows::PERIOD, chunk = threadIdx.x % Rows::PERIOD;
     u8* target = tile + Rows::offset(row0, chunk);
-    const int slot = pages.dense ? key0 : pages.slot(key0);
-    if (key0 >= keys.lo && key0 + cfg::TILE_KV <= keys.hi && (pages.dense || slot + cfg::TILE_KV <= pages.page_size)) {
-      const u8* source = plane.row(pages.dense ? 0 : pages.page(key0), slot + row0) + chunk * 16;
+    int slot = 0, page = 0;
+    bool together = key0 >= keys.lo && key0 + cfg::TILE_KV <= keys.hi;
+    if (together) page = pages.find(key0, slot);
+    together &= pages.together(slot, cfg::TILE_KV);
+    if (together) {
+      const u8* source = plane.base + plane.offset(page, slot + row0) + chunk * 16;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) copy_row(target, source, true);
@@ -52,13 +63,22 @@ struct TileLoader {
       }
       return;
     }
+    // A lane looks up one of the rows that its warp copies.
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    int key = key0 + row0;
+    if (SHARED) key += lane / WARP_ROWS * ROWS_AT_ONCE + lane % WARP_ROWS - lane / Rows::PERIOD;
+    i64 offset = offset_of(plane, pages, keys, key);
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
-      const int row = row0 + step * ROWS_AT_ONCE, key = key0 + row;
-      const bool valid = key >= keys.lo && key < keys.hi;
-      const u8* source = static_cast<const u8*>(readable);
-      if (valid) source = plane.row_of(pages, key) + chunk * 16;
-      if (ALL_BUSY || row < cfg::TILE_KV) copy_row(target, source, valid);
+      i64 mine = offset;
+      if (SHARED) {
+        mine = __shfl_sync(FULL_MASK, offset, step * WARP_ROWS + lane / Rows::PERIOD);
+      } else if (step > 0) {
+        mine = offset_of(plane, pages, keys, key + step * ROWS_AT_ONCE);
+      }
+      const bool valid = mine != NOWHERE;
+      const u8* source = valid ? plane.base + mine + chunk * 16 : static_cast<const u8*>(readable);
+      if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) copy_row(target, source, valid);
       target += ROWS_AT_ONCE * Rows::ROW_BYTES;
     }
   }

@@ -10,8 +10,8 @@
 // lanes read 64 bytes of a row of 16-bit elements together. Where its results lie is up to the columns of the matrix.
 #ifndef CUATTN_KV_TBQ4_TILE_CUH
 #define CUATTN_KV_TBQ4_TILE_CUH
+#include "common/divisor.cuh"
 #include "common/ptx.cuh"
-#include "common/types.cuh"
 
 namespace tbq4 {
 
@@ -21,21 +21,6 @@ constexpr int PER_LANE = cfg::BLOCK / 4;  // elements of one block in a lane
 constexpr int STEPS = PER_LANE / 4;       // steps of 16 elements of a block
 constexpr u32 BLOCKS_PER_ROW = cfg::HEAD_DIM / cfg::BLOCK;
 static_assert(cfg::BLOCK == 64 || cfg::BLOCK == 128, "blocks have 64 or 128 values");
-
-// Divides by a number that is the same for a whole kernel. Its reciprocal is rounded down, so that a quotient is too
-// small by one at most.
-struct Divisor {
-  u32 divisor, reciprocal;
-
-  __device__ __forceinline__ explicit Divisor(int d) : divisor(static_cast<u32>(d)), reciprocal(0xffffffffu / d) {}
-  __device__ __forceinline__ u32 divide(u32 n, u32& remainder) const {
-    const u32 quotient = __umulhi(n, reciprocal);
-    remainder = n - quotient * divisor;
-    if (remainder < divisor) return quotient;
-    remainder -= divisor;
-    return quotient + 1;
-  }
-};
 
 // Shape of rows [dim0, dim1, heads].
 struct Rows {

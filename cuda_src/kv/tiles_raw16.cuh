@@ -19,8 +19,8 @@ struct Raw16Tiles : TileElements<Elem, DIM> {
     __device__ __forceinline__ u8* incoming(int i) { return rows[i % cfg::NUM_STAGES]; }
     __device__ __forceinline__ u8* tile(int i) { return rows[i % cfg::NUM_STAGES]; }
     __device__ __forceinline__ float log2_scale(int /*i*/) const { return 0.f; }
-    template <int N>
-    __device__ __forceinline__ void store_norms(int /*i*/, int /*row*/, const u32 (&)[N]) {}
+    template <int ROWS, int WORDS>
+    __device__ __forceinline__ void store_norms(int /*i*/, const u32 (&)[ROWS][WORDS], int /*lane*/) {}
   };
 
   struct Expansion {

@@ -61,63 +61,73 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
   static constexpr int ROW_STEPS = Tile::CHUNKS / COLUMNS;
   static constexpr int EXPAND_STEPS = cfg::TILE_KV / ROWS_AT_ONCE * ROW_STEPS;
   static_assert(cfg::TILE_KV % ROWS_AT_ONCE == 0, "all threads expand the same number of codes");
-  static constexpr int NORM_WARPS = (cfg::TILE_KV + WARP - 1) / WARP;
 
   struct Buffers {
     alignas(128) u8 rows[cfg::EXPANDED_TILES][cfg::TILE_KV * Tile::ROW_BYTES];
     alignas(128) u8 codes[cfg::NUM_STAGES][cfg::TILE_KV * Source::ROW_BYTES];
-    float norms[cfg::NORM_TILES][NORMS][cfg::TILE_KV];  // of a row
-    float largest[cfg::NORM_TILES][NORM_WARPS];         // of the norms of every 32 rows
+    u16 norms[cfg::NORM_TILES][NORMS][cfg::TILE_KV];  // of a row: float16, less the power of two of the tile
+    float log2_scales[cfg::SCALE_TILES];
 
     __device__ __forceinline__ u8* incoming(int i) { return codes[i % cfg::NUM_STAGES]; }
     __device__ __forceinline__ u8* tile(int i) { return rows[i % cfg::EXPANDED_TILES]; }
+    __device__ __forceinline__ u16* norms_of(int i, int block) { return norms[i % cfg::NORM_TILES][block]; }
 
-    // Exponent of the largest norm of tile i.
-    __device__ __forceinline__ int exponent(int i) const {
-      float x = largest[i % cfg::NORM_TILES][0];
-#pragma unroll
-      for (int w = 1; w < NORM_WARPS; ++w) x = fmaxf(x, largest[i % cfg::NORM_TILES][w]);
-      return static_cast<int>(__float_as_uint(x) >> 23) - 127;
-    }
     // The values of tile i are its elements times 2 to this power. Norms are scaled so that the largest is just in
     // float16's range: a row loses bits only if it is 2^-20 of another one.
-    __device__ __forceinline__ float log2_scale(int i) const { return static_cast<float>(exponent(i) - TOP); }
+    __device__ __forceinline__ float log2_scale(int i) const { return log2_scales[i % cfg::SCALE_TILES]; }
 
-    // Norms of row `row` of tile i. All lanes of the warp are here, those past the last row with norms of zero.
-    template <int WORDS>
-    __device__ __forceinline__ void store_norms(int i, int row, const u32 (&words)[WORDS]) {
+    // Norms of tile i by a warp, whose lanes have those of every WARP-th row, two in a word.
+    template <int ROWS, int WORDS>
+    __device__ __forceinline__ void store_norms(int i, const u32 (&words)[ROWS][WORDS], int lane) {
       static_assert(2 * WORDS >= NORMS, "two norms a word");
-      float top = SMALLEST;
+      u32 top = SMALLEST;
 #pragma unroll
-      for (int n = 0; n < NORMS; ++n) {
-        // An infinite norm becomes NaN: so is infinity times levels of both signs.
-        const float norm = ptx::to_float(Half{static_cast<u16>(ptx::nan_if_infinite(words[n / 2]) >> n % 2 * 16)});
-        if (row < cfg::TILE_KV) norms[i % cfg::NORM_TILES][n][row] = norm;
-        top = fmaxf(top, fabsf(norm));  // not NaN
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < NORMS; ++n) {
+          const u32 size = half_of(words[r], n) & 0x7fff;
+          if (size < INFINITE) top = max(top, size);
+        }
       }
+      const float largest = ptx::to_float(Half{static_cast<u16>(ptx::warp_max(top))});
+      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+      const float scale = __uint_as_float(static_cast<u32>(127 + TOP - exponent) << 23);
+      if (lane == 0) log2_scales[i % cfg::SCALE_TILES] = static_cast<float>(exponent - TOP);
 #pragma unroll
-      for (int bit = 1; bit < WARP; bit *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, bit));
-      if (row % WARP == 0) largest[i % cfg::NORM_TILES][row / WARP] = top;
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = r * WARP + lane;
+        if (cfg::TILE_KV % WARP != 0 && row >= cfg::TILE_KV) continue;
+#pragma unroll
+        for (int n = 0; n < NORMS; ++n) {
+          // An infinite norm becomes NaN: so is infinity times levels of both signs.
+          const u32 half = ptx::nan_if_infinite(half_of(words[r], n));
+          const float norm = ptx::to_float(Half{static_cast<u16>(half)}) * scale;
+          norms_of(i, n)[row] = static_cast<u16>(ptx::pack2<Half>(norm, norm));
+        }
+      }
     }
 
    private:
-    static constexpr float SMALLEST = 5.9604645e-8f;  // float16 above zero
+    static constexpr u32 SMALLEST = 1, INFINITE = 0x7c00;  // float16
+
+    template <int WORDS>
+    static __device__ __forceinline__ u32 half_of(const u32 (&words)[WORDS], int n) {
+      return words[n / 2] >> n % 2 * 16 & 0xffff;
+    }
   };
   static constexpr int TOP = 15;  // exponent of the largest norm in a tile
 
   // Makes a tile of its codes: a thread has eight values a step, lanes neighboring ones of a row.
   struct Expansion {
     const u8* source;  // codes of step 0, and norms
-    const float* norms;
+    const u16* norms;
     u8* target;
-    float scale;
     uint4 values;
 
     __device__ __forceinline__ Expansion(Buffers& b, int i)
         : source(b.incoming(i) + row0() * Source::ROW_BYTES + column() * 4),
-          norms(&b.norms[i % cfg::NORM_TILES][column() * 8 / cfg::BLOCK][row0()]),
+          norms(b.norms_of(i, column() * 8 / cfg::BLOCK) + row0()),
           target(b.tile(i) + Tile::offset(row0(), column())),
-          scale(__uint_as_float(static_cast<u32>(127 + TOP - b.exponent(i)) << 23)),
           values{} {}
 
     static __device__ __forceinline__ u32 row0() { return threadIdx.x / COLUMNS; }
@@ -126,13 +136,12 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
     __device__ __forceinline__ void make(int step) {
       const int down = step / ROW_STEPS * ROWS_AT_ONCE, right = step % ROW_STEPS * COLUMNS;
       const u32 word = *reinterpret_cast<const u32*>(source + down * Source::ROW_BYTES + right * 4);
-      const float norm = norms[right * 8 / cfg::BLOCK * cfg::TILE_KV + down] * scale;
+      const u32 norm = norms[right * 8 / cfg::BLOCK * cfg::TILE_KV + down] * 0x10001u;
       values = levels_of(word);
-      const u32 pair = ptx::pack2<Half>(norm, norm);
-      values.x = ptx::mul_half2(values.x, pair);
-      values.y = ptx::mul_half2(values.y, pair);
-      values.z = ptx::mul_half2(values.z, pair);
-      values.w = ptx::mul_half2(values.w, pair);
+      values.x = ptx::mul_half2(values.x, norm);
+      values.y = ptx::mul_half2(values.y, norm);
+      values.z = ptx::mul_half2(values.z, norm);
+      values.w = ptx::mul_half2(values.w, norm);
     }
     __device__ __forceinline__ void put(int step) const {
       const int down = step / ROW_STEPS * ROWS_AT_ONCE, right = step % ROW_STEPS * COLUMNS;

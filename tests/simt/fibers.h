@@ -3,8 +3,9 @@
 //
 // The schedule is adversarial. A warp runs until all its threads wait, and only then the next warp starts, so warps
 // drift apart as far as the kernel's synchronization lets them. Asynchronous work is as late as possible: TMA and bulk
-// copies land, and waits for wgmma return, when no thread can run. `seed` 0 takes blocks, warps, lanes and copies in
-// ascending order, 1 in descending order, and larger seeds permute them. Shared memory starts as NaN (0xff bytes).
+// copies, and those that an mbarrier counts, land, and waits for wgmma return, when no thread can run. `seed` 0 takes
+// blocks, warps, lanes and copies in ascending order, 1 in descending order, and larger seeds permute them; there a
+// warp may also be left for the next, and copies may land, at any time. Shared memory starts as NaN (0xff bytes).
 //
 // Not seen: a missing fence (memory, proxy or mbarrier-init), bank conflicts, registers, speed. Sums have another order
 // than on tensor cores. There are no clusters, and blocks do not run beside each other.
@@ -92,11 +93,18 @@ struct Meeting {
   Slot slots[GROUP_LANES];
 };
 
-// A cp.async in flight: read at issue, written by the wait of its thread.
+// A cp.async in flight: read at issue, written by the wait of its thread, or before the arrival that follows it.
 struct AsyncCopy {
   void* dst;
   int group, bytes;
   unsigned char data[16];
+};
+
+// A thread's arrival on an mbarrier that comes once its copies have landed.
+struct CopyArrival {
+  Word* mbarrier;
+  int thread;
+  std::vector<AsyncCopy> copies;
 };
 
 // A wgmma accumulator in flight: `regs` hold NaN until the wait of their thread.
@@ -170,6 +178,7 @@ struct Block {
   std::vector<std::list<Meeting>> warp_meetings, group_meetings;
   std::vector<std::vector<PendingOperand>> operands;  // by warpgroup
   std::vector<BulkCopy> in_flight;
+  std::list<CopyArrival> copy_arrivals;
   Word lulls = 0;  // how often no thread could run, and late_waits were let go
   int late_waits = 0;
   unsigned random = 0;
@@ -454,8 +463,40 @@ inline void prepare(Block& b) {
   b.group_meetings = std::vector<std::list<Meeting>>(groups);
   b.operands.assign(groups, {});
   b.in_flight.clear();
+  b.copy_arrivals.clear();
   b.late_waits = b.done = 0;
   memset(b.smem, 0xff, b.smem_bytes);
+}
+
+inline void land(const CopyArrival& arrival);
+
+// Lets the copies that one mbarrier waits for land, and those that their threads began earlier.
+inline void land_copies(Block& b) {
+  const Word* mbarrier = std::next(b.copy_arrivals.begin(), choose(b, static_cast<int>(b.copy_arrivals.size())))->mbarrier;
+  std::vector<char> landing(b.threads, 0);
+  std::list<CopyArrival> landed;
+  for (auto a = b.copy_arrivals.end(); a != b.copy_arrivals.begin();) {
+    --a;
+    if (!(landing[a->thread] |= a->mbarrier == mbarrier)) continue;
+    const auto next = std::next(a);
+    landed.splice(landed.begin(), b.copy_arrivals, a);
+    a = next;
+  }
+  for (const CopyArrival& arrival : landed) land(arrival);
+}
+
+// Lets a copy land, or those that an mbarrier waits for; returns whether there was one.
+inline bool land_one(Block& b) {
+  if (!b.copy_arrivals.empty() && (b.in_flight.empty() || choose(b, 2) == 0)) {
+    land_copies(b);
+    return true;
+  }
+  if (b.in_flight.empty()) return false;
+  const int i = choose(b, static_cast<int>(b.in_flight.size()));
+  const BulkCopy copy = std::move(b.in_flight[i]);
+  b.in_flight.erase(b.in_flight.begin() + i);
+  copy.land(copy);
+  return true;
 }
 
 // Resumes every lane once that is not blocked; returns whether one of them did more than poll.
@@ -478,21 +519,23 @@ inline void run_block(Block& b) {
   prepare(b);
   const std::vector<int> warps = ordered(b, static_cast<int>(b.warp_meetings.size()));
   const std::vector<int> lanes = ordered(b, WARP_LANES);
+  const bool restless = b.launch->seed > 1;
   for (int idle = 0; b.done < b.threads;) {
     bool progress = false;
     for (int w : warps) {
-      while (run_warp(b, w, lanes)) progress = true;
+      while (run_warp(b, w, lanes)) {
+        progress = true;
+        if (restless && choose(b, 8) == 0) land_one(b);
+        if (restless && choose(b, 8) == 0) break;
+      }
     }
     if (progress) {
       idle = 0;
-    } else if (b.late_waits && (b.in_flight.empty() || choose(b, 2) == 0)) {
+    } else if (b.late_waits && ((b.in_flight.empty() && b.copy_arrivals.empty()) || choose(b, 2) == 0)) {
       b.late_waits = 0;
       b.lulls++;
-    } else if (!b.in_flight.empty()) {
-      const int i = choose(b, static_cast<int>(b.in_flight.size()));
-      const BulkCopy copy = std::move(b.in_flight[i]);
-      b.in_flight.erase(b.in_flight.begin() + i);
-      copy.land(copy);
+    } else if (land_one(b)) {
+      continue;
     } else if (++idle > 100) {  // a poll may be bounded
       report_deadlock(b);
     }

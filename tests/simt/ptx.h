@@ -105,6 +105,52 @@ void cp_async(void* dst, const void* src, bool valid, Place at) {
   self->copies.push_back(copy);
 }
 
+// ---- mbarrier ----------------------------------------------------------------------------------------------------
+
+// The bits of an mbarrier. A fiber waits on the lowest one.
+struct Mbarrier {
+  u64 phase : 1, pending : 20, expected : 20;
+  i64 bytes : 23;  // announced, not landed
+};
+static_assert(sizeof(Mbarrier) == 8, "an mbarrier has 8 bytes");
+
+inline Mbarrier load_mbarrier(const u64* bar) {
+  check_aligned(bar, 8, "mbarrier");
+  smem_offset(bar, 8, "mbarrier");
+  if (*bar == ~0ull) fail("mbarrier at shared memory +%u: not initialized", smem_offset(bar, 8, "mbarrier"));
+  return bit_cast<Mbarrier>(*bar);
+}
+
+inline void update_mbarrier(u64* bar, u32 arrivals, i64 bytes) {
+  Mbarrier m = load_mbarrier(bar);
+  const u32 offset = smem_offset(bar, 8, "mbarrier");
+  if (arrivals > m.pending) fail("mbarrier at shared memory +%u: more arrivals than its count", offset);
+  m.pending -= arrivals;
+  m.bytes += bytes;
+  if (m.pending == 0 && m.bytes == 0) {
+    for (const BulkCopy& copy : block->in_flight) {
+      if (copy.mbarrier != bar) continue;
+      fail("mbarrier at shared memory +%u: a phase completes with copies in flight, too few bytes were expected",
+           offset);
+    }
+    m.phase ^= 1;
+    m.pending = m.expected;
+  }
+  *bar = bit_cast<u64>(m);
+}
+
+inline Wait mbarrier_phase(const u64* bar, u32 parity) {
+  load_mbarrier(bar);
+  if (parity > 1) fail("mbarrier wait: parity %u", parity);
+  return {bar, 1, parity, parity ? "mbarrier, parity 1" : "mbarrier, parity 0", nullptr, nullptr};
+}
+
+inline void land(const AsyncCopy& copy) { memcpy(copy.dst, copy.data, copy.bytes); }
+inline void land(const CopyArrival& arrival) {
+  for (const AsyncCopy& copy : arrival.copies) land(copy);
+  update_mbarrier(arrival.mbarrier, 1, 0);
+}
+
 // d += a b; a word of an operand has K / 8 neighboring elements of k.
 template <int K, class Element>
 void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element element) {
@@ -189,16 +235,52 @@ void cp_async_small(void* dst, const void* src, bool valid, Place at = here()) {
 inline void cp_async_commit() { simt::self->copy_group++; }
 template <int N>
 void cp_async_wait() {
+  const auto wanted = [](const simt::AsyncCopy& copy) { return copy.group + N < simt::self->copy_group; };
+  for (const simt::CopyArrival& arrival : simt::block->copy_arrivals) {
+    if (arrival.thread != simt::self->linear) continue;
+    for (const simt::AsyncCopy& copy : arrival.copies) {
+      if (wanted(copy)) simt::fail("cp.async.wait_group: a copy that an mbarrier counts is waited for");
+    }
+  }
   std::vector<simt::AsyncCopy>& copies = simt::self->copies;
   size_t kept = 0;
   for (const simt::AsyncCopy& copy : copies) {
-    if (copy.group + N < simt::self->copy_group) {
-      memcpy(copy.dst, copy.data, copy.bytes);
+    if (wanted(copy)) {
+      simt::land(copy);
     } else {
       copies[kept++] = copy;
     }
   }
   copies.resize(kept);
+}
+inline void cp_async_mbarrier_arrive(u64* bar, Place at = here()) {
+  simt::enter(at);
+  simt::load_mbarrier(bar);
+  simt::block->copy_arrivals.push_back({bar, simt::self->linear, std::move(simt::self->copies)});
+  simt::self->copies.clear();
+}
+
+inline void mbarrier_init(u64* bar, u32 count, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(bar, 8, "mbarrier");
+  simt::smem_offset(bar, 8, "mbarrier");
+  if (count < 1 || count >= 1 << 20) simt::fail("mbarrier: a count of %u", count);
+  *bar = simt::bit_cast<u64>(simt::Mbarrier{0, count, count, 0});
+}
+inline void mbarrier_arrive(u64* bar, Place at = here()) {
+  simt::enter(at);
+  simt::update_mbarrier(bar, 1, 0);
+}
+inline bool mbarrier_try_wait(u64* bar, u32 parity, Place at = here()) {
+  simt::enter(at);
+  const simt::Wait wait = simt::mbarrier_phase(bar, parity);
+  if ((*wait.word & wait.mask) != wait.value) return true;
+  simt::poll();
+  return false;
+}
+inline void mbarrier_wait(u64* bar, u32 parity, Place at = here()) {
+  simt::enter(at);
+  simt::wait_for(simt::mbarrier_phase(bar, parity));
 }
 
 inline uint2 ld_global_nc_v2(const void* p, Place at = here()) {
@@ -230,6 +312,13 @@ inline u8* opaque_shared(u8* p) { return p; }
 inline u32 nan_if_infinite(u32 halves) {
   const auto half = [](u32 h) { return (h & 0x7fff) == 0x7c00 ? h | 0x200 : h; };
   return half(halves & 0xffff) | half(halves >> 16) << 16;
+}
+inline u32 warp_max(u32 x, Place at = here()) {
+  return simt::warp_read(FULL_MASK, at, "redux.sync.max", x, [](const simt::Slot* s) {
+    u32 largest = 0;
+    for (int i = 0; i < WARP; i++) largest = largest > s[i].get<u32>() ? largest : s[i].get<u32>();
+    return largest;
+  });
 }
 inline u32 mul_half2(u32 a, u32 b) {
   const auto product = [](u32 x, u32 y) -> u32 {  // exact in float32, so rounded once

@@ -45,46 +45,6 @@ inline const char* encode_tensor_map(void* out, const void* base, int element_by
   return nullptr;
 }
 
-// ---- mbarrier ----------------------------------------------------------------------------------------------------
-
-// The bits of an mbarrier. A fiber waits on the lowest one.
-struct Mbarrier {
-  u64 phase : 1, pending : 20, expected : 20;
-  i64 bytes : 23;  // announced, not landed
-};
-static_assert(sizeof(Mbarrier) == 8, "an mbarrier has 8 bytes");
-
-inline Mbarrier load_mbarrier(const u64* bar) {
-  check_aligned(bar, 8, "mbarrier");
-  smem_offset(bar, 8, "mbarrier");
-  if (*bar == ~0ull) fail("mbarrier at shared memory +%u: not initialized", smem_offset(bar, 8, "mbarrier"));
-  return bit_cast<Mbarrier>(*bar);
-}
-
-inline void update_mbarrier(u64* bar, u32 arrivals, i64 bytes) {
-  Mbarrier m = load_mbarrier(bar);
-  const u32 offset = smem_offset(bar, 8, "mbarrier");
-  if (arrivals > m.pending) fail("mbarrier at shared memory +%u: more arrivals than its count", offset);
-  m.pending -= arrivals;
-  m.bytes += bytes;
-  if (m.pending == 0 && m.bytes == 0) {
-    for (const BulkCopy& copy : block->in_flight) {
-      if (copy.mbarrier != bar) continue;
-      fail("mbarrier at shared memory +%u: a phase completes with copies in flight, too few bytes were expected",
-           offset);
-    }
-    m.phase ^= 1;
-    m.pending = m.expected;
-  }
-  *bar = bit_cast<u64>(m);
-}
-
-inline Wait mbarrier_phase(const u64* bar, u32 parity) {
-  load_mbarrier(bar);
-  if (parity > 1) fail("mbarrier wait: parity %u", parity);
-  return {bar, 1, parity, parity ? "mbarrier, parity 1" : "mbarrier, parity 0", nullptr, nullptr};
-}
-
 // ---- TMA and bulk copies -----------------------------------------------------------------------------------------
 
 inline void land(const BulkCopy& copy) {
@@ -256,18 +216,7 @@ inline void wgmma_wait(int still, Place at) {
 
 namespace ptx {
 
-inline void mbarrier_init(u64* bar, u32 count, Place at = here()) {
-  simt::enter(at);
-  simt::check_aligned(bar, 8, "mbarrier");
-  simt::smem_offset(bar, 8, "mbarrier");
-  if (count < 1 || count >= 1 << 20) simt::fail("mbarrier: a count of %u", count);
-  *bar = simt::bit_cast<u64>(simt::Mbarrier{0, count, count, 0});
-}
 inline void fence_mbarrier_init() {}
-inline void mbarrier_arrive(u64* bar, Place at = here()) {
-  simt::enter(at);
-  simt::update_mbarrier(bar, 1, 0);
-}
 inline void mbarrier_expect_tx(u64* bar, u32 bytes, Place at = here()) {
   simt::enter(at);
   simt::update_mbarrier(bar, 0, bytes);
@@ -276,18 +225,6 @@ inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, Place at = here()) {
   simt::enter(at);
   simt::update_mbarrier(bar, 1, bytes);
 }
-inline bool mbarrier_try_wait(u64* bar, u32 parity, Place at = here()) {
-  simt::enter(at);
-  const simt::Wait wait = simt::mbarrier_phase(bar, parity);
-  if ((*wait.word & wait.mask) != wait.value) return true;
-  simt::poll();
-  return false;
-}
-inline void mbarrier_wait(u64* bar, u32 parity, Place at = here()) {
-  simt::enter(at);
-  simt::wait_for(simt::mbarrier_phase(bar, parity));
-}
-
 inline void fence_proxy_async() {}
 
 // Which lane it is depends on the seed.

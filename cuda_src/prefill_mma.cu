@@ -228,8 +228,8 @@ struct Pipeline {
   }
 };
 
-// Norms of a tile on their way, those of K by one warp and those of V by another. Warps take turns, as one that is a bit
-// behind makes none wait.
+// Norms of a tile on their way, those of K by one warp and those of V by another. Warps take turns, as one that is a
+// bit behind makes none wait.
 struct NormPipeline {
   static constexpr int ROWS = (cfg::TILE_KV + WARP - 1) / WARP;  // of a lane
   static constexpr int NORMS = K::NORMS > V::NORMS ? K::NORMS : V::NORMS;
@@ -544,22 +544,20 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   const auto attend = [&](auto any, int i) {
     constexpr bool ANY = decltype(any)::value;
     // With a mask fewer keys at once: more of them may be hidden from all rows, and that takes registers.
-    constexpr int PARTS = ANY && KEY_TILES % 4 == 0 ? 2 : 1, TILES = KEY_TILES / PARTS;
+    constexpr int TILES = ANY && KEY_TILES % 4 == 0 ? 4 : KEY_TILES, PARTS = KEY_TILES / TILES;
     ptx::mbarrier_wait(&sm.keys_turn, i & 1);
     pipeline.copy_ahead(i);
     if constexpr (AHEAD > 0) norms.fetch(pipeline, i + 2, at);
-    typename K::Expansion next_k(sm.k, i + 1);
-    typename V::Expansion next_v(sm.v, i + 1);
     if constexpr (ANY) {
       ptx::mbarrier_wait(&sm.values_turn, i & 1);
       if (pipeline.has_mask(i)) clear_bad_rows(sm, i, at);
-      expand_part<K>(next_k, 0, 1);
-      expand_part<V>(next_v, 0, 1);
+      pipeline.expand(i + 1);
     }
 #pragma unroll 1
     for (int part = 0; part < PARTS; ++part) {
       const int first = part * TILES * 8;
       ScoresOf<TILES> s;
+      typename K::Expansion next_k(sm.k, i + 1);
       multiply_k<TILES>(s, sm.q, sm.k, i, first, at, [&](int step, int steps) {
         if (!ANY) expand_part<K>(next_k, step, steps);
       });
@@ -585,6 +583,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
         }
       });
       if (!ANY) ptx::mbarrier_wait(&sm.values_turn, i & 1);
+      typename V::Expansion next_v(sm.v, i + 1);
       multiply_v<TILES>(
           o, sm.v, i, first, at,
           [&](int r, int n) -> const float (&)[4] {
@@ -609,6 +608,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
       while (i < w.full.hi);
     }
   }
+  ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // nothing is on its way: without a tile q may have been
   ptx::griddepcontrol_launch_dependents();
   if (V::NORMS > 0) state.shift(-log2_scale);
   state.reduce();

@@ -149,7 +149,11 @@ _TILES = {
 # Codes are expanded once for all rows of a CTA, so that one with more rows takes less time for each. Expanding takes
 # registers, which leaves fewer for scores.
 _TBQ4_TILES = {
-    (64, 64): (PrefillTile(256, 128, 2, 8), PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
+    (64, 64): (
+        PrefillTile(256, 128, 2, 8, spills_on=("sm_80", "sm_90a")),
+        PrefillTile(256, 64, 2, 8),
+        PrefillTile(128, 64, 2, 8),
+    ),
     (128, 128): (PrefillTile(256, 64, 2, 8), PrefillTile(256, 32, 2, 8), PrefillTile(128, 32, 2, 8)),
     (256, 256): (PrefillTile(128, 64, 2, 8), PrefillTile(128, 32, 2, 8), PrefillTile(64, 16, 2, 4)),
     (512, 512): (
@@ -159,7 +163,9 @@ _TBQ4_TILES = {
     ),
 }
 # Where one of K and V is in TBQ4.
-_MIXED_TILES = dict(_TBQ4_TILES)
+_MIXED_TILES = _TBQ4_TILES | {
+    (64, 64): (PrefillTile(256, 128, 2, 8), PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
+}
 
 
 def _tiles(k_format: KvFormat, v_format: KvFormat) -> Mapping[tuple[int, int], tuple[PrefillTile, ...]]:

@@ -124,7 +124,7 @@ __device__ __forceinline__ bool find_work(const PrefillParams& p, Work& w) {
     const u8* length = reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride;
     w.kv_len = max(0, min(w.kv_len, *reinterpret_cast<const int*>(length)));
   }
-  w.page_size = Divisor(p.page_size);
+  w.page_size = Divisor(max(1, p.page_size));  // 0: there are no keys
   w.k = w.first_row(p, p.k, k0, p.k_stride_page, p.k_stride_token, p.k_stride_head);
   w.v = w.first_row(p, p.v, k0, p.v_stride_page, p.v_stride_token, p.v_stride_head);
   w.k_norms = w.first_row(p, p.k_norms, k0, p.k_norms_stride_page, p.k_norms_stride_token, p.k_norms_stride_head);

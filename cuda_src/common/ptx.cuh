@@ -93,7 +93,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// PTX ISA: cp.async.mbarrier.arrive.noinc.shared::cta.b64. This thread's arrival, once all its copies so far have landed.
+// PTX ISA: cp.async.mbarrier.arrive.noinc.shared::cta.b64. This thread's arrival, once all its copies so far have
+// landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(u64* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
 }

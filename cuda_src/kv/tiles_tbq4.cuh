@@ -119,19 +119,20 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
 
   // Makes a tile of its codes: a thread has eight values a step, lanes neighboring ones of a row.
   struct Expansion {
+    u32 row0, column;  // of step 0
     const u8* source;  // codes of step 0, and norms
     const u16* norms;
     u8* target;
     uint4 values;
 
-    __device__ __forceinline__ Expansion(Buffers& b, int i)
-        : source(b.incoming(i) + row0() * Source::ROW_BYTES + column() * 4),
-          norms(b.norms_of(i, column() * 8 / cfg::BLOCK) + row0()),
-          target(b.tile(i) + Tile::offset(row0(), column())),
+    __device__ __forceinline__ Expansion(Buffers& b, int i) : Expansion(b, i, static_cast<u32>(ptx::thread_index())) {}
+    __device__ __forceinline__ Expansion(Buffers& b, int i, u32 thread)
+        : row0(thread / COLUMNS),
+          column(thread % COLUMNS),
+          source(b.incoming(i) + row0 * Source::ROW_BYTES + column * 4),
+          norms(b.norms_of(i, column * 8 / cfg::BLOCK) + row0),
+          target(b.tile(i) + Tile::offset(row0, column)),
           values{} {}
-
-    static __device__ __forceinline__ u32 row0() { return threadIdx.x / COLUMNS; }
-    static __device__ __forceinline__ u32 column() { return threadIdx.x % COLUMNS; }
 
     __device__ __forceinline__ void make(int step) {
       const int down = step / ROW_STEPS * ROWS_AT_ONCE, right = step % ROW_STEPS * COLUMNS;
@@ -148,7 +149,7 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
       // Rows that are a multiple of eight apart are swizzled alike.
       const int place = ROWS_AT_ONCE % Tile::ROW_PERIOD == 0
                             ? down * Tile::ROW_BYTES + right * 16
-                            : Tile::offset(row0() + down, column() + right) - Tile::offset(row0(), column());
+                            : Tile::offset(row0 + down, column + right) - Tile::offset(row0, column);
       *reinterpret_cast<uint4*>(target + place) = values;
     }
   };

@@ -472,7 +472,8 @@ inline void land(const CopyArrival& arrival);
 
 // Lets the copies that one mbarrier waits for land, and those that their threads began earlier.
 inline void land_copies(Block& b) {
-  const Word* mbarrier = std::next(b.copy_arrivals.begin(), choose(b, static_cast<int>(b.copy_arrivals.size())))->mbarrier;
+  const Word* mbarrier =
+      std::next(b.copy_arrivals.begin(), choose(b, static_cast<int>(b.copy_arrivals.size())))->mbarrier;
   std::vector<char> landing(b.threads, 0);
   std::list<CopyArrival> landed;
   for (auto a = b.copy_arrivals.end(); a != b.copy_arrivals.begin();) {
@@ -525,7 +526,7 @@ inline void run_block(Block& b) {
     for (int w : warps) {
       while (run_warp(b, w, lanes)) {
         progress = true;
-        if (restless && choose(b, 8) == 0) land_one(b);
+        if (restless && !b.copy_arrivals.empty() && choose(b, 8) == 0) land_copies(b);
         if (restless && choose(b, 8) == 0) break;
       }
     }

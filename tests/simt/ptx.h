@@ -306,6 +306,7 @@ inline u32 ld_global_u16(const void* p, Place at = here()) {
 inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<u32>(address, at); }
 inline uint2 ld_shared_v2(u32 address, Place at = here()) { return simt::load_shared<uint2>(address, at); }
 
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
 inline u32 opaque(u32 x) { return x; }
 inline u8* opaque_shared(u8* p) { return p; }
 

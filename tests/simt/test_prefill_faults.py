@@ -116,6 +116,12 @@ FAULTS = {
         "",
         FOUR | {"dim_splits": 2},
     ),
+    "o while q is on its way": (
+        replace(RAW, seqlens=((150, 20),), values="normal"),
+        KERNEL,
+        "ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // nothing",
+        "// nothing",
+    ),
     "rows of o before all have read them": (
         RAW,
         KERNEL,

@@ -28,7 +28,7 @@ _NORM_READ = 8
 def taken(name: str, x: Array) -> Cache:
     """Take a cache argument of either format over."""
     if not hasattr(x, "codes") or not hasattr(x, "norms") or not hasattr(x, "mean"):
-        return Cache(as_array(name, x, also=", or a Tbq4Array"))
+        return Cache.of_elements(as_array(name, x, also=", or a Tbq4Array"))
     codes, norms, mean = planes(x.codes, x.norms, x.mean, prefix=f"{name}.")
     return Cache(codes, norms, None if mean is None else contiguous(mean), _plan.KvFormat.TBQ4)
 

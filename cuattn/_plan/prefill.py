@@ -145,19 +145,27 @@ _TILES = {
     # Accumulators of half a row fill the registers of a warp.
     (512, 512): (PrefillTile(64, 32, 2, 8, dim_splits=2), PrefillTile(32, 16, 2, 4, dim_splits=2)),
 }
-# Floats take twice the memory, and three products for one, beside which an operand's parts are made: 32 rows a warp
-# share those of K and V, so tiles are smaller instead.
+# Floats take twice the memory, and three products for one. The parts of an element of K or V serve all rows of a warp:
+# 32 where there are registers for them. Few of these tiles have two CTAs an SM, so eight warps are better than four.
 _FLOAT_TILES = {
-    (64, 64): (PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 32, 2, 4)),
-    (96, 96): (PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 32, 2, 4), PrefillTile(64, 32, 2, 4)),
-    (128, 128): (PrefillTile(256, 16, 2, 8), PrefillTile(128, 16, 2, 4), PrefillTile(64, 32, 2, 4)),
+    (64, 64): (PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 32, 2, 8)),
+    (96, 96): (PrefillTile(128, 32, 2, 4, 2, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
+    (128, 128): (
+        PrefillTile(256, 16, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(128, 32, 2, 8),
+        PrefillTile(128, 16, 2, 8),
+    ),
     (192, 192): (PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
     (192, 128): (PrefillTile(128, 32, 2, 8), PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
-    (256, 256): (PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4), PrefillTile(32, 16, 2, 2)),
+    (256, 256): (
+        PrefillTile(128, 16, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(64, 16, 2, 8, dim_splits=2),
+        PrefillTile(32, 16, 2, 4, dim_splits=2),
+    ),
     (512, 512): (
         PrefillTile(32, 16, 2, 4, dim_splits=2),
-        PrefillTile(16, 16, 2, 2, dim_splits=2),
-        PrefillTile(16, 8, 2, 2, dim_splits=2),
+        PrefillTile(16, 16, 2, 4, dim_splits=4),
+        PrefillTile(16, 8, 2, 4, dim_splits=4),
     ),
 }
 # Codes are expanded once for all rows of a CTA, so that one with more rows takes less time for each. Expanding takes

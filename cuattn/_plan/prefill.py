@@ -152,7 +152,6 @@ _FLOAT_TILES = {
     (96, 96): (PrefillTile(128, 32, 2, 4, 2, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
     (128, 128): (
         PrefillTile(256, 16, 2, 8, spills_on=("sm_100a",)),
-        PrefillTile(128, 32, 2, 8),
         PrefillTile(128, 16, 2, 8),
     ),
     (192, 192): (PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),

@@ -171,11 +171,6 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def dtype_16bit(name: str, x: Array) -> None:
-    """Refuse what only the reference takes."""
-    require_dtype(name, x, GPU_DTYPES)
-
-
 def device(device: object, array: Array) -> _plan.Device:
     """Return the `device` argument of a plan for `array`."""
     if isinstance(device, _plan.Device):

@@ -61,7 +61,7 @@ Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeCon
 def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode`, `prefill` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
-    for dtype in (Dtype.FP16, Dtype.BF16):
+    for dtype in Dtype:
         for formats in product(formats_of(dtype), repeat=2):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
             configs += [

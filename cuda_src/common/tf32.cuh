@@ -44,4 +44,14 @@ __device__ __forceinline__ void add(float (&sum)[4], const Split<4>& a, const Sp
 
 }  // namespace tf32
 
+// d += a b, of 32 bytes of each row of `a` and column of `b`: sixteen elements of 16 bits, or eight floats.
+template <class Operand>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (SAME<Operand, float>) {
+    tf32::add(d, tf32::Split<4>(a), tf32::Split<2>(b));
+  } else {
+    ptx::mma_m16n8k16<Operand>(d, a, b);
+  }
+}
+
 #endif

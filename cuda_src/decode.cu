@@ -227,6 +227,13 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
                                                    int lane) {
   if constexpr (Kv::NORMS > 0) {
     return false;
+  } else if constexpr (SAME<typename Kv::Operand, float>) {
+    if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
+    DecodeFloats<Kv, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::add_visible(o, p[0], tile, lane, [&](int row, int key) {
+      const KeyRange keys = w.keys(params, row);
+      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end);
+    });
+    return true;
   } else {
     if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
     const int g = lane / 4, t = lane % 4;
@@ -238,23 +245,17 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
         const int lo = keys.lo - key0, hi = min(keys.hi, w.end) - key0;
 #pragma unroll
         for (int i = 0; i < KEY_BLOCKS; ++i) {
-          const auto add = [&](int row) {
+          for (int row = 0; row < 16; ++row) {
             const float held =
                 row < 8 ? p[0][i][n][c] : p[0][i][n][c + 2];  // of rows g and g + 8, the same query in lanes of one t
             const float weight = __shfl_sync(FULL_MASK, held, row % 8 * 4 + t);
             const int key = i * 16 + tile_row(row);
-            if (key < lo || key >= hi) return;
+            if (key < lo || key >= hi) continue;
 #pragma unroll
             for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
               o[n][mb][c] += weight * Kv::value(tile, key, Kv::dim(mb, g, 0));
               o[n][mb][c + 2] += weight * Kv::value(tile, key, Kv::dim(mb, g, 1));
             }
-          };
-          if constexpr (SAME<typename Kv::Operand, float>) {
-#pragma unroll 1
-            for (int row = 0; row < 16; ++row) add(row);  // twice as many addresses would take the registers
-          } else {
-            for (int row = 0; row < 16; ++row) add(row);
           }
         }
       }

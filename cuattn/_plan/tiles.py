@@ -57,7 +57,7 @@ _DECODE_SMALL = {
     (512, 1): DecodeTile(16, 2, 2),
 }
 # Floats: as many bytes in flight, of half as many keys. Their parts take registers as well, so that a CTA has 16 query
-# rows at most, and 8 with long rows; there may be several.
+# rows at most, and 8 with longer ones; there may be several.
 _FLOAT_LARGE = {
     (64, 1): DecodeTile(32, 3, 4),
     (64, 2): DecodeTile(16, 6, 4),
@@ -75,7 +75,6 @@ _FLOAT_SMALL = {
     (96, 1): DecodeTile(16, 3, 4),
     (96, 2): DecodeTile(16, 3, 4),
     (128, 1): DecodeTile(16, 2, 4),
-    (128, 2): DecodeTile(16, 2, 4),
     (192, 1): DecodeTile(16, 2, 2),
     (256, 1): DecodeTile(16, 2, 2),
     (512, 1): DecodeTile(16, 2, 1),

@@ -9,6 +9,7 @@
 template <class Kv, int KEY_BLOCKS, int ROW_TILES, int DIM_BLOCKS>
 struct DecodeFloats {
   using Scores = float[KEY_BLOCKS][ROW_TILES][4];
+  static constexpr int SUMS = DIM_BLOCKS < 32 ? 2 : 1;  // accumulators of long rows leave no registers to two
 
   // P^T of keys 8 i .. 8 i + 7: an accumulator holds (row g, queries 2t, 2t+1), the operand wants query g of the rows
   // that stand at t and t + 4.
@@ -35,11 +36,14 @@ struct DecodeFloats {
     }
 #pragma unroll
     for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
-      float sum[ROW_TILES][4], small[ROW_TILES][4];
+      float sums[SUMS][ROW_TILES][4];  // of products with a small part, and of the others
 #pragma unroll
-      for (int n = 0; n < ROW_TILES; ++n) {
+      for (int j = 0; j < SUMS; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[n][e] = small[n][e] = 0.f;
+        for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[j][n][e] = 0.f;
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2 * KEY_BLOCKS; ++i) {
@@ -49,14 +53,54 @@ struct DecodeFloats {
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n) {
           const tf32::Split<2> b(weights[i][n]);
-          tf32::add_small(small[n], a, b);
-          ptx::mma_m16n8k8_tf32(sum[n], a.hi, b.hi);
+          tf32::add_small(sums[0][n], a, b);
+          ptx::mma_m16n8k8_tf32(sums[SUMS - 1][n], a.hi, b.hi);
         }
       }
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) o[n][mb][e] += sum[n][e] + small[n][e];
+        for (int e = 0; e < 4; ++e) o[n][mb][e] += SUMS == 1 ? sums[0][n][e] : sums[0][n][e] + sums[1][n][e];
+      }
+    }
+  }
+
+  // The same by ordinary sums, of the keys of the tile that each row sees: sees(row, key). Rare.
+  template <class Sees>
+  static __device__ __forceinline__ void add_visible(float (&o)[ROW_TILES][DIM_BLOCKS][4], const Scores& p,
+                                                     const u8* tile, int lane, Sees sees) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+#pragma unroll 1
+      for (int row = 0; row < 16; ++row) {
+        const int key = i * 16 + tile_row(row);
+        const u32 place = static_cast<u32>(Kv::Tile::offset(key, g / 4) + g % 4 * 4);
+        float weight[ROW_TILES][2];
+        bool seen[ROW_TILES][2];
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            weight[n][c] = __shfl_sync(FULL_MASK, row < 8 ? p[i][n][c] : p[i][n][c + 2], row % 8 * 4 + t);
+            seen[n][c] = sees(n * 8 + 2 * t + c, key);
+          }
+        }
+#pragma unroll
+        for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
+#pragma unroll
+          for (int upper = 0; upper < 2; ++upper) {
+            const u32 at = Kv::Tile::step_offset(place, 2 * mb + upper);
+            const float value = *reinterpret_cast<const float*>(tile + at);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                if (seen[n][c]) o[n][mb][c + 2 * upper] += weight[n][c] * value;
+              }
+            }
+          }
+        }
       }
     }
   }
@@ -73,7 +117,8 @@ struct DecodeFloats {
       }
     }
     if (!__any_sync(FULL_MASK, sum != 0.f)) return;
-    const int g = lane / 4, t = lane % 4;
+    // Opaque: the compiler must not have addresses of this ready in every step.
+    const int at = static_cast<int>(ptx::opaque(static_cast<u32>(lane))), g = at / 4, t = at % 4;
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS; ++i) {
 #pragma unroll

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from ._arrays import Array, pointer
-from ._kinds import KvFormat
+from ._arrays import Array, dtype_name, pointer
+from ._kinds import Dtype, KvFormat
 
 
 class Planes(NamedTuple):
@@ -36,6 +36,12 @@ class Cache:
     norms: Array | None = None
     mean: Array | None = None
     kv_format: KvFormat = KvFormat.RAW16
+
+    @classmethod
+    def of_elements(cls, rows: Array) -> Self:
+        """Take rows of elements, whose dtype is the format."""
+        is_float = dtype_name(rows) == Dtype.FP32.value
+        return cls(rows, kv_format=KvFormat.RAW32 if is_float else KvFormat.RAW16)
 
     @property
     def num_pages(self) -> int:

@@ -175,7 +175,6 @@ def plan_decode(
         As `decode`, and for an unknown device.
     """
     call = _check.decode(q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, contents=False)
-    _check.dtype_16bit("q", call.q)
     return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits)
 
 

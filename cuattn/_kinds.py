@@ -22,7 +22,13 @@ class KvFormat(Enum):
     """Format of a KV cache, one policy each in ``cuda_src/kv``."""
 
     RAW16 = "raw16"
+    RAW32 = "raw32"
     TBQ4 = "tbq4"
+
+
+def formats_of(dtype: Dtype) -> tuple[KvFormat, ...]:
+    """Formats that K and V may have, each by itself, beside queries of a dtype."""
+    return (KvFormat.RAW32,) if dtype is Dtype.FP32 else (KvFormat.RAW16, KvFormat.TBQ4)
 
 
 class Parts(Enum):

@@ -54,9 +54,9 @@ def segments(call: _check.DecodeCall, device: _plan.Device) -> tuple[Segment, ..
     found = [Segment(body, call.k_cache, call.v_cache, call.page_table, first_key=num_sink, skip_last=num_recent)]
 
     def kept(pair: tuple[Array, Array], **limits: int) -> Segment:
-        raw = _plan.KvFormat.RAW16
-        part = replace(problem, k_format=raw, v_format=raw, max_kv_len=pair[0].shape[1])
-        return Segment(_plan.decode_plan(part, device), Cache(pair[0]), Cache(pair[1]), **limits)
+        k, v = map(Cache.of_elements, pair)
+        part = replace(problem, k_format=k.kv_format, v_format=v.kv_format, max_kv_len=k.page_size)
+        return Segment(_plan.decode_plan(part, device), k, v, **limits)
 
     if call.sink is not None:
         found.append(kept(call.sink, end_key=num_sink))

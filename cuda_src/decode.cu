@@ -6,12 +6,15 @@
 //          With TILE_HEADS > 1, of that many KV heads, each with its share of the rows; grid.x counts such groups.
 //   warp   every NUM_WARPS-th step of TILE_KV keys, an online softmax of its own; the warps merge at the end
 //
-// Keys are the M of mma.m16n8k16, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
+// Keys are the M of an mma, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
 // Formats of K and V are policies, each by itself (kv/kv.cuh).
+#include "common/decode_floats.cuh"
 #include "common/decode_work.cuh"
+#include "common/elements.cuh"
 #include "common/kv_ring.cuh"
 #include "common/softmax.cuh"
+#include "common/tf32.cuh"
 #include "common/tile16.cuh"
 #include "kv/kv.cuh"
 
@@ -24,9 +27,11 @@ using V = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM * cfg::TILE_HEADS>::type;
 // Of Q and O, whose rows are those of a head.
 using KHead = KvOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
 using VHead = KvOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM>::type;
-using QTile = Tile16<cfg::HEAD_DIM>;
+constexpr bool IN_FLOATS = SAME<Elem, float>;
+using QTile = Either<IN_FLOATS, Tile32<cfg::HEAD_DIM>, Tile16<cfg::HEAD_DIM>>::type;
 
 constexpr int DIM_BLOCKS = cfg::HEAD_DIM / 16;
+constexpr int Q_PAIRS = QTile::ROW_BYTES / 64;  // of two operands' parts of a row of Q
 constexpr int KEY_BLOCKS = cfg::TILE_KV / 16;
 constexpr int O_STRIDE = VHead::O_STRIDE;  // floats
 static_assert(cfg::TILE_HEADS == 1 || (cfg::ROW_TILES == 1 && KHead::PARTS == 1 && VHead::PARTS == 1 &&
@@ -66,8 +71,8 @@ __device__ __forceinline__ u32 of_head(u32 x, int head, int lane) {
 // B operands of Q, of the rows of each KV head: from registers where they fit beside the accumulators, else from shared
 // memory each time.
 struct QueryFragments {
-  static constexpr int KEPT = cfg::Q_IN_REGISTERS ? DIM_BLOCKS / 2 : 1;
-  u32 kept[cfg::TILE_HEADS][cfg::ROW_TILES][KEPT][4];  // of two successive blocks of 16 head_dim
+  static constexpr int KEPT = cfg::Q_IN_REGISTERS ? Q_PAIRS : 1;
+  u32 kept[cfg::TILE_HEADS][cfg::ROW_TILES][KEPT][4];  // of 64 successive bytes
 
   static __device__ __forceinline__ void load(u32 (&b)[4], const u8* q, int head, int tile, int pair, int lane) {
     ptx::ldmatrix_x4(b, q + QTile::offset(tile * 8 + lane % 8, 4 * pair + lane / 8));
@@ -98,12 +103,14 @@ struct QueryFragments {
 
 // Parts of K whose loop is unrolled: where accumulators leave few registers, parts take turns with them.
 constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? KHead::PARTS : 1;
+// What is read ahead takes registers, of which floats leave few.
+constexpr int PAIRS_AT_ONCE = IN_FLOATS && !cfg::Q_IN_REGISTERS ? 2 : Q_PAIRS;
 
 // s[i][n] = rows of K block i times rows of Q tile n, raw scores.
 __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES][4], const u8* tile, const u8* q,
                                            const QueryFragments& queries, const typename K::KeyLane& key_lane,
                                            u32 norms_place, int lane) {
-  constexpr int PAIRS = DIM_BLOCKS / 2 / KHead::PARTS;
+  constexpr int PAIRS = Q_PAIRS / KHead::PARTS;
   const TileNorms<K> row_norms(tile, norms_place);
 #pragma unroll PARTS_AT_ONCE
   for (int part = 0; part < KHead::PARTS; ++part) {
@@ -121,7 +128,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
           for (int e = 0; e < 4; ++e) sum[i][n][e] = 0.f;
         }
       }
-#pragma unroll
+#pragma unroll PAIRS_AT_ONCE
       for (int pair = 0; pair < PAIRS; ++pair) {
         u32 b[cfg::ROW_TILES][4];
 #pragma unroll
@@ -135,7 +142,7 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
 #pragma unroll
             for (int n = 0; n < cfg::ROW_TILES; ++n) {
               const u32 operand[2] = {b[n][2 * half], b[n][2 * half + 1]};
-              ptx::mma_m16n8k16<typename K::Operand>(sum[i][n], a, operand);
+              multiply_add<typename K::Operand>(sum[i][n], a, operand);
             }
           }
         }
@@ -160,8 +167,9 @@ __device__ __forceinline__ void multiply_k(float (&s)[KEY_BLOCKS][cfg::ROW_TILES
 using Weights = float[VHead::PARTS][KEY_BLOCKS][cfg::ROW_TILES][4];
 
 // o[n][mb] += V^T P^T.
-__device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p, const u8* tile,
-                                           const typename V::ValueLane& value_lane, int lane) {
+template <class V>
+__device__ __forceinline__ void multiply_v16(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p,
+                                             const u8* tile, const typename V::ValueLane& value_lane, int lane) {
   constexpr int PART_BLOCKS = DIM_BLOCKS / VHead::PARTS;
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
@@ -199,16 +207,33 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
   }
 }
 
+template <class V>
+__device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p, const u8* tile,
+                                           const typename V::ValueLane& value_lane, int lane) {
+  if constexpr (SAME<typename V::Operand, float>) {
+    DecodeFloats<V, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::multiply_v(o, p[0], tile, value_lane, lane);
+  } else {
+    multiply_v16<V>(o, p, tile, value_lane, lane);
+  }
+}
+
 // As multiply_v for a tile with infinities or NaN, where 0 times a hidden value would show: each row adds its own keys
-// only. Slow, and rare: such values next to the newest tokens of a call with several of them. Returns false, having
-// done nothing, for other tiles, and for all of a format with norms: there a hidden row has the weight 0 and finite
-// levels.
+// only. Slow, and rare: such values next to the newest tokens of a call with several of them, or any among floats,
+// whose two parts would show. Returns false, having done nothing, for other tiles, and for all of a format with norms:
+// there a hidden row has the weight 0 and finite levels.
 template <class Kv>
 __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p,
                                                    const u8* tile, const DecodeParams& params, const Work& w, int key0,
                                                    int lane) {
   if constexpr (Kv::NORMS > 0) {
     return false;
+  } else if constexpr (SAME<typename Kv::Operand, float>) {
+    if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
+    DecodeFloats<Kv, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::add_visible(o, p[0], tile, lane, [&](int row, int key) {
+      const KeyRange keys = w.keys(params, row);
+      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end);
+    });
+    return true;
   } else {
     if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
     const int g = lane / 4, t = lane % 4;
@@ -357,8 +382,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, con
         for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + dim + j);
       }
       if (direct) {
-        *reinterpret_cast<uint2*>(out + dim * sizeof(Elem)) =
-            make_uint2(ptx::pack2<Elem>(x[i][0], x[i][1]), ptx::pack2<Elem>(x[i][2], x[i][3]));
+        store4(reinterpret_cast<Elem*>(out) + dim, make_float4(x[i][0], x[i][1], x[i][2], x[i][3]));
       } else {
         *reinterpret_cast<float4*>(p.out_partial + flat * cfg::HEAD_DIM + dim) =
             make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
@@ -462,6 +486,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     loader.load_ahead<true>(slot, lane);
     float s[KEY_BLOCKS][cfg::ROW_TILES][4];
     multiply_k(s, ring + slot, sm.q, queries, key_lane, k_norms_place, lane);
+    if constexpr (IN_FLOATS) DecodeFloats<K, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::mend(s, ring + slot, sm.q, lane);
     slot = Loader<K, V>::next_slot<true>(slot);
 
     const ScoreScale scores = REGISTERS_ARE_SCARCE ? ScoreScale(p, sm, lane) : held_scores;
@@ -519,8 +544,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       }
       scale.update(weights, grew, multiply_o);
     }
-    if (!masked || p.seqlen_q == 1 || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
-      multiply_v(o, weights, tile, value_lane, lane);
+    const bool may_show = IN_FLOATS || (masked && p.seqlen_q > 1);
+    if (!may_show || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
+      multiply_v<V>(o, weights, tile, value_lane, lane);
     }
     slot = Loader<K, V>::next_slot<false>(slot);
   }

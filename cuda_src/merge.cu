@@ -5,6 +5,7 @@
 //   CTA    one row; warp w takes parts w, w + NUM_WARPS, ...; a lane holds 4 elements of every 128
 //
 // What an empty part's out holds does not count: it may be anything.
+#include "common/elements.cuh"
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 
@@ -22,20 +23,6 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and merge.cu disagree on shared memory");
 static_assert(sizeof(MergeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
-
-// Four elements from or to global memory.
-__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-template <class Elem>
-__device__ __forceinline__ float4 load4(const Elem* p) {
-  const uint2 raw = *reinterpret_cast<const uint2*>(p);
-  const auto half = [](u32 word, int i) { return ptx::to_float(Elem{static_cast<u16>(word >> (16 * i))}); };
-  return make_float4(half(raw.x, 0), half(raw.x, 1), half(raw.y, 0), half(raw.y, 1));
-}
-__device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
-template <class Elem>
-__device__ __forceinline__ void store4(Elem* p, float4 x) {
-  *reinterpret_cast<uint2*>(p) = make_uint2(ptx::pack2<Elem>(x.x, x.y), ptx::pack2<Elem>(x.z, x.w));
-}
 
 __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;

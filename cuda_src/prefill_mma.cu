@@ -6,9 +6,13 @@
 //   warp   whole tiles of 16 rows and their online softmax; with DIM_SPLITS > 1 that many warps have the same rows, and
 //          each a part of value_dim
 //
-// Query rows are the M of mma.m16n8k16, keys its N; S, P and O stay in registers. A stage is a tile of K and one of V,
-// of all warps together: one barrier a stage. Formats of K and V are policies, each by itself (kv/tiles.cuh).
+// Query rows are the M of an mma, keys its N; S, P and O stay in registers. A stage is a tile of K and one of V, of all
+// warps together: one barrier a stage. Formats of K and V are policies, each by itself (kv/tiles.cuh), and so are the
+// products of 16-bit elements and of floats (common/products16.cuh, common/products32.cuh).
+#include "common/elements.cuh"
 #include "common/prefill_work.cuh"
+#include "common/products16.cuh"
+#include "common/products32.cuh"
 #include "common/ptx.cuh"
 #include "common/softmax.cuh"
 #include "common/tile16.cuh"
@@ -20,8 +24,9 @@ namespace {
 using Elem = ElemOf<cfg::DTYPE>::type;
 using K = TilesOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
 using V = TilesOf<cfg::V_FORMAT, Elem, cfg::VALUE_DIM>::type;
-using QTile = Tile16<cfg::HEAD_DIM>;
+using QTile = typename K::Tile;
 
+constexpr bool IN_FLOATS = SAME<Elem, float>;
 constexpr int THREADS = cfg::NUM_WARPS * WARP;
 constexpr int ROW_WARPS = cfg::NUM_WARPS / cfg::DIM_SPLITS;
 constexpr int ROW_TILES = cfg::TILE_Q / ROW_WARPS / 16;  // of 16 rows, of a warp
@@ -29,12 +34,13 @@ constexpr int KEY_TILES = cfg::TILE_KV / 8;
 constexpr int DIMS = cfg::VALUE_DIM / cfg::DIM_SPLITS;  // of a warp
 constexpr int DIM_TILES = DIMS / 8;
 constexpr int Q_ROW_BYTES = QTile::ROW_BYTES;
-constexpr int O_ROW_BYTES = cfg::VALUE_DIM * 2;
+constexpr int O_ROW_BYTES = cfg::VALUE_DIM * sizeof(Elem);
 static_assert(cfg::TILE_Q % (16 * ROW_WARPS) == 0, "a warp has whole tiles of 16 rows");
-static_assert(cfg::TILE_KV % 16 == 0, "P of 16 keys is an operand");
+static_assert(cfg::TILE_KV % 8 == 0, "keys are the N of an mma");
 static_assert(cfg::NUM_STAGES >= 2, "a stage is on its way while another is worked on");
 static_assert(O_ROW_BYTES <= Q_ROW_BYTES, "o takes the place of q");
-static_assert(cfg::DIM_SPLITS == 1 || DIMS * 2 % (16 * V::Tile::PERIOD) == 0, "parts are swizzled by themselves");
+static_assert(cfg::DIM_SPLITS == 1 || DIMS * sizeof(Elem) % (16 * V::Tile::PERIOD) == 0,
+              "parts are swizzled by themselves");
 
 struct Smem {
   alignas(128) u8 q[cfg::TILE_Q * Q_ROW_BYTES];  // later o
@@ -44,7 +50,7 @@ struct Smem {
   float q_scale[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1], q_bias[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1];
   u64 keys_turn, values_turn;  // mbarriers
   Work work;
-  int hidden_bad;  // 1: some value that is infinite or NaN was replaced in a tile with a mask
+  int hidden_bad;  // 1: some value that is infinite or NaN was replaced in a tile with a mask, or met in floats
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_mma.cu disagree on shared memory");
 static_assert(sizeof(PrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
@@ -52,9 +58,10 @@ static_assert(sizeof(PrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and
 // Of N tiles of 8 keys.
 template <int N>
 using ScoresOf = float[ROW_TILES][N][4];
-using Scores = ScoresOf<KEY_TILES>;
 using Outputs = float[ROW_TILES][DIM_TILES][4];
 using State = softmax::RowState<ROW_TILES>;
+using Products =
+    Either<IN_FLOATS, Products32<K, V, ROW_TILES, DIM_TILES>, Products16<K, V, ROW_TILES, DIM_TILES>>::type;
 using Factors = softmax::RowFactors<ROW_TILES, K::IN_ROTATED_DOMAIN>;
 
 // Which part of the CTA's work a lane has.
@@ -62,7 +69,7 @@ struct Lane {
   int lane, g, t;
   int row0;      // first row of its warp
   int dim_part;  // of value_dim
-  u32 q, k, v;   // offsets that it gives ldmatrix, in tiles that begin at multiples of 128 bytes
+  u32 q, k, v;   // where it begins to read, in tiles that begin at multiples of 128 bytes
 
   __device__ __forceinline__ Lane() {
     const int warp = threadIdx.x / WARP;
@@ -71,7 +78,7 @@ struct Lane {
     dim_part = warp / ROW_WARPS;
     q = QTile::offset(row0 + lane % 16, lane / 16);
     k = K::Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    v = V::Tile::offset(lane % 16, lane / 16) + dim_part * DIMS * 2;
+    v = Products::value_place(lane) + dim_part * DIMS * sizeof(Elem);
   }
   // Row g (`c` 0) or g + 8 (1) of row tile r.
   __device__ __forceinline__ int row(int r, int c) const { return row0 + r * 16 + g + 8 * c; }
@@ -89,68 +96,11 @@ __device__ __forceinline__ void for_all(ScoresOf<N>& s, F f) {
   }
 }
 
-// s = Q K^T of this warp's rows and N * 8 keys of tile i, from row `first` on, a multiple of 16. beside(step, STEPS) is
-// called with each step, for work that may stand beside the products.
+// s = Q K^T of this warp's rows and N * 8 keys of tile i, from row `first` on, a multiple of 8 N.
 template <int N, class Beside>
 __device__ __forceinline__ void multiply_k(ScoresOf<N>& s, const u8* q, typename K::Buffers& keys, int i, int first,
                                            const Lane& at, Beside beside) {
-  constexpr int STEPS = cfg::HEAD_DIM / 16;
-  const u8* tile = keys.tile(i) + first * K::Tile::ROW_BYTES;
-  for_all<N>(s, [](float& x, int, int, int) { x = 0.f; });
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    u32 a[ROW_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-      ptx::ldmatrix_x4(a[r], q + r * 16 * Q_ROW_BYTES + QTile::step_offset(at.q, step));
-    }
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      u32 b[4];  // keys 8 n .. 8 n + 7 and the next eight
-      ptx::ldmatrix_x4(b, tile + n * 8 * K::Tile::ROW_BYTES + K::Tile::step_offset(at.k, step));
-      const u32 lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
-#pragma unroll
-      for (int r = 0; r < ROW_TILES; ++r) {
-        ptx::mma_m16n8k16<typename K::Operand>(s[r][n], a[r], lower);
-        ptx::mma_m16n8k16<typename K::Operand>(s[r][n + 1], a[r], upper);
-      }
-    }
-    beside(step, STEPS);
-  }
-}
-
-// o += P V of the same keys; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later
-// keys stand beside products of earlier ones; beside(step, STEPS) as in multiply_k.
-template <int N, class Weigh, class Beside>
-__device__ __forceinline__ void multiply_v(Outputs& o, typename V::Buffers& values, int i, int first, const Lane& at,
-                                           Weigh weigh, Beside beside) {
-  constexpr int STEPS = N / 2;
-  const u8* tile = values.tile(i) + first * V::Tile::ROW_BYTES;
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    u32 a[ROW_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float (&w)[4] = weigh(r, 2 * step + half);
-        a[r][2 * half] = ptx::pack2<typename V::Operand>(w[0], w[1]);
-        a[r][2 * half + 1] = ptx::pack2<typename V::Operand>(w[2], w[3]);
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < DIM_TILES; d += 2) {
-      u32 b[4];
-      ptx::ldmatrix_x4_trans(b, tile + step * 16 * V::Tile::ROW_BYTES + V::Tile::step_offset(at.v, d / 2));
-      const u32 lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
-#pragma unroll
-      for (int r = 0; r < ROW_TILES; ++r) {
-        ptx::mma_m16n8k16<typename V::Operand>(o[r][d], a[r], lower);
-        ptx::mma_m16n8k16<typename V::Operand>(o[r][d + 1], a[r], upper);
-      }
-      beside(step * (DIM_TILES / 2) + d / 2, STEPS * (DIM_TILES / 2));
-    }
-  }
+  Products::template multiply_k<N>(s, q, at.q, keys.tile(i) + first * K::Tile::ROW_BYTES, at.k, beside);
 }
 
 // Q to shared memory, rotated where K is.
@@ -206,6 +156,13 @@ struct Pipeline {
     if (!has(i)) return;
     TileLoader<typename V::Source>::load(sm.v.incoming(i), {keys.v, p.v_stride_page, p.v_stride_token}, w.pages(p),
                                          keys, key(i), p.q);
+  }
+  // Tile i, now.
+  __device__ __forceinline__ void copy_now(int i) const {
+    copy_keys(i);
+    copy_values(i);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
   }
   // Before tile i: asks for what is next, as all warps have done with K of tile i - 1 and V of tile i - 2, and arrives
   // once what tile i needs, and K of the next, are there.
@@ -329,8 +286,30 @@ __device__ __forceinline__ void hide(ScoresOf<N>& s, const PrefillParams& p, con
   }
 }
 
+// o += weight(r, c) times row `row` of a tile of V, which is key `key`: for the rows of Q that see it.
+template <class Weight>
+__device__ __forceinline__ void add_row(Outputs& o, const PrefillParams& p, const Work& w, const u8* tile, int row,
+                                        int key, const Lane& at, Weight weight) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float x = weight(r, c);  // in all lanes
+      const KeyRange keys = w.keys(p, at.row(r, c));
+      if (key < keys.lo || key >= keys.hi) continue;
+#pragma unroll
+      for (int d = 0; d < DIM_TILES; ++d) {
+        const float2 v = V::pair(tile, row, at.dim_part * DIMS + d * 8 + 2 * at.t);
+        o[r][d][2 * c] += x * v.x;
+        o[r][d][2 * c + 1] += x * v.y;
+      }
+    }
+  }
+}
+
 // A value that is infinite or NaN and hidden from some rows of a tile would reach them as 0 * NaN. In tiles with a mask
 // zeros take the place of rows of V with such values; add_bad_rows adds them later to the rows of Q that see them.
+template <class V>
 __device__ __forceinline__ void clear_bad_rows(Smem& sm, int i, const Lane& at) {
   constexpr int ROWS = cfg::TILE_KV / cfg::NUM_WARPS;  // of a warp
   static_assert(cfg::TILE_KV % cfg::NUM_WARPS == 0, "warps have whole rows");
@@ -348,6 +327,7 @@ __device__ __forceinline__ void clear_bad_rows(Smem& sm, int i, const Lane& at) 
 }
 
 // Goes through the tiles with a mask once more, 16 keys at a time: accumulators leave few registers. Rare.
+template <class V>
 __device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& o, const State& state, const Lane& at) {
   const PrefillParams& p = pipeline.p;
   const Work& w = pipeline.w;
@@ -359,10 +339,7 @@ __device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& 
     norms.fetch(pipeline, i, at);
     __syncthreads();  // all have read the tiles before
     norms.store(sm, i, at);
-    pipeline.copy_keys(i);
-    pipeline.copy_values(i);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
+    pipeline.copy_now(i);
     __syncthreads();  // tile i is there, or its codes and norms
     pipeline.expand(i);
     __syncthreads();  // and its values
@@ -378,27 +355,93 @@ __device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& 
       for (int row = first; row < first + 16; ++row) {
         if (V::all_finite(tile, row, 1, at.lane)) continue;
         const int source = at.g * 4 + row % 8 / 2;  // the lane that has the row's scores
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float (&x)[4] = s[r][0], (&y)[4] = s[r][1];
-            const float even = row % 16 < 8 ? x[2 * c] : y[2 * c];
-            const float odd = row % 16 < 8 ? x[2 * c + 1] : y[2 * c + 1];
-            const float score = __shfl_sync(FULL_MASK, row % 2 == 0 ? even : odd, source);
-            const KeyRange keys = w.keys(p, at.row(r, c));
-            if (pipeline.key(i) + row < keys.lo || pipeline.key(i) + row >= keys.hi) continue;
-            const float weight = state.weight(score, factors, r, c) * scale;
-#pragma unroll
-            for (int d = 0; d < DIM_TILES; ++d) {
-              const float2 v = V::pair(tile, row, at.dim_part * DIMS + d * 8 + 2 * at.t);
-              o[r][d][2 * c] += weight * v.x;
-              o[r][d][2 * c + 1] += weight * v.y;
-            }
-          }
-        }
+        add_row(o, p, w, tile, row, pipeline.key(i) + row, at, [&](int r, int c) {
+          const float (&x)[4] = s[r][0], (&y)[4] = s[r][1];
+          const float even = row % 16 < 8 ? x[2 * c] : y[2 * c];
+          const float odd = row % 16 < 8 ? x[2 * c + 1] : y[2 * c + 1];
+          return state.weight(__shfl_sync(FULL_MASK, row % 2 == 0 ? even : odd, source), factors, r, c) * scale;
+        });
       }
     }
+  }
+}
+
+// Whether a result may have met an infinity or NaN, which floats in parts make NaN of whatever they should become.
+__device__ __forceinline__ bool is_bad(const Outputs& o, const State& state) {
+  float sum = 0.f;  // x * 0 is NaN if x is no number
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+    sum += state.l[r][0] * 0.f + state.l[r][1] * 0.f;
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum += o[r][d][e] * 0.f;
+    }
+  }
+  return sum != 0.f;
+}
+
+__device__ __forceinline__ void clear(Outputs& o) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[r][d][e] = 0.f;
+    }
+  }
+}
+
+__device__ __forceinline__ void scale_row(Outputs& o, int r, int c, float by) {
+#pragma unroll
+  for (int d = 0; d < DIM_TILES; ++d) {
+    o[r][d][2 * c] *= by;
+    o[r][d][2 * c + 1] *= by;
+  }
+}
+
+// Attends anew by ordinary sums, eight keys at a time, each row to the keys that it sees. Rare.
+template <class Products>
+__device__ __forceinline__ void attend_plainly(const Pipeline& pipeline, Outputs& o, State& state, const Lane& at) {
+  const PrefillParams& p = pipeline.p;
+  const Work& w = pipeline.w;
+  Smem& sm = pipeline.sm;
+  state = State();
+  clear(o);
+  const Factors factors = factors_of<true>(p, sm, 0, at);
+#pragma unroll 1
+  for (int i = 0; pipeline.has(i); ++i) {
+    __syncthreads();  // all have read the tiles before
+    pipeline.copy_now(i);
+    __syncthreads();  // tile i is there
+#pragma unroll 1
+    for (int first = 0; first < cfg::TILE_KV; first += 8) {
+      ScoresOf<1> s;
+      Products::multiply_k_plainly(s, sm.q, at.row0, sm.k.tile(i), first, at.lane);
+      transform<1>(s, p, sm, i, at);
+      hide<1>(s, p, w, pipeline.key(i) + first, at);
+      state.follow(s, factors, [&](int r, int c, float by) { scale_row(o, r, c, by); });
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) state.weigh(s[r][0], factors, r);
+#pragma unroll 1
+      for (int row = 0; row < 8; ++row) {
+        add_row(o, p, w, sm.v.tile(i), first + row, pipeline.key(i) + first + row, at, [&](int r, int c) {
+          const float held = row % 2 == 0 ? s[r][0][2 * c] : s[r][0][2 * c + 1];
+          return __shfl_sync(FULL_MASK, held, at.g * 4 + row / 2);
+        });
+      }
+    }
+  }
+  state.reduce();
+}
+
+// What is left to do for the whole CTA where something was infinite or NaN.
+template <class Operand>
+__device__ __forceinline__ void mend(const Pipeline& pipeline, Outputs& o, State& state, const Lane& at) {
+  if constexpr (SAME<Operand, float>) {
+    attend_plainly<Products>(pipeline, o, state, at);
+  } else {
+    add_bad_rows<V>(pipeline, o, state, at);
   }
 }
 
@@ -406,7 +449,7 @@ __device__ __forceinline__ void add_bad_rows(const Pipeline& pipeline, Outputs& 
 // shared memory, from lanes that have pieces of each to lanes that have neighboring ones: as they are stored, or in
 // float32 for what is left to do in a row.
 struct Epilogue {
-  using Row = Tile16<DIMS>;
+  using Row = Either<IN_FLOATS, Tile32<DIMS>, Tile16<DIMS>>::type;
   static constexpr int VECTORS = (DIMS + 4 * WARP - 1) / (4 * WARP);
   const PrefillParams& p;
   const Work& w;
@@ -437,8 +480,9 @@ struct Epilogue {
       u8* tile = rows + at.dim_part * 8 * Row::ROW_BYTES;
 #pragma unroll
       for (int d = 0; d < DIM_TILES; ++d) {
-        *reinterpret_cast<u32*>(tile + Row::offset(at.g, d) + 4 * at.t) =
-            ptx::pack2<Elem>(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
+        const int place = (d * 8 + 2 * at.t) * sizeof(Elem);
+        store2(reinterpret_cast<Elem*>(tile + Row::offset(at.g, place / 16) + place % 16), o[r][d][2 * c] * scale,
+               o[r][d][2 * c + 1] * scale);
       }
       __syncwarp();  // eight rows are there
 #pragma unroll
@@ -477,7 +521,7 @@ struct Epilogue {
       x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y.z, x[i][3] = y.w;
     }
     TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);
-    u8* out = w.out(p, row) + at.dim_part * DIMS * 2;
+    u8* out = w.out(p, row) + at.dim_part * Row::ROW_BYTES;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const int dim = (i * WARP + at.lane) * 4;
@@ -487,8 +531,7 @@ struct Epilogue {
 #pragma unroll
         for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + j);
       }
-      *reinterpret_cast<uint2*>(out + dim * 2) =
-          make_uint2(ptx::pack2<Elem>(x[i][0], x[i][1]), ptx::pack2<Elem>(x[i][2], x[i][3]));
+      store4(reinterpret_cast<Elem*>(out) + dim, make_float4(x[i][0], x[i][1], x[i][2], x[i][3]));
     }
   }
 };
@@ -530,14 +573,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
 
   State state;
   Outputs o;
-#pragma unroll
-  for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-    for (int d = 0; d < DIM_TILES; ++d) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[r][d][e] = 0.f;
-    }
-  }
+  clear(o);
 
   float log2_scale = 0.f;  // of the values of the last tile
   // Tiles whose keys all rows see are the most: without softcap they have a path of their own.
@@ -550,7 +586,9 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
     if constexpr (AHEAD > 0) norms.fetch(pipeline, i + 2, at);
     if constexpr (ANY) {
       ptx::mbarrier_wait(&sm.values_turn, i & 1);
-      if (pipeline.has_mask(i)) clear_bad_rows(sm, i, at);
+      if constexpr (!IN_FLOATS) {
+        if (pipeline.has_mask(i)) clear_bad_rows<V>(sm, i, at);
+      }
       pipeline.expand(i + 1);
     }
 #pragma unroll 1
@@ -575,17 +613,11 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
         log2_scale = now;
       }
       const Factors factors = factors_of<ANY>(p, sm, i, at);
-      state.follow(s, factors, [&](int r, int c, float by) {
-#pragma unroll
-        for (int d = 0; d < DIM_TILES; ++d) {
-          o[r][d][2 * c] *= by;
-          o[r][d][2 * c + 1] *= by;
-        }
-      });
+      state.follow(s, factors, [&](int r, int c, float by) { scale_row(o, r, c, by); });
       if (!ANY) ptx::mbarrier_wait(&sm.values_turn, i & 1);
       typename V::Expansion next_v(sm.v, i + 1);
-      multiply_v<TILES>(
-          o, sm.v, i, first, at,
+      Products::template multiply_v<TILES>(
+          o, sm.v.tile(i) + first * V::Tile::ROW_BYTES, at.v,
           [&](int r, int n) -> const float (&)[4] {
             state.weigh(s[r][n], factors, r);
             return s[r][n];
@@ -612,9 +644,10 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   ptx::griddepcontrol_launch_dependents();
   if (V::NORMS > 0) state.shift(-log2_scale);
   state.reduce();
+  if (IN_FLOATS && is_bad(o, state)) sm.hidden_bad = 1;
   __syncthreads();  // what any warp found is known, and all have read q, whose memory o takes
   if (sm.hidden_bad != 0) {
-    add_bad_rows(pipeline, o, state, at);
+    mend<Elem>(pipeline, o, state, at);
     __syncthreads();  // all have read q again
   }
 

@@ -121,7 +121,7 @@ class _Call:
 
     def _stored(self, cache: np.ndarray, kv_format: str, mean: np.ndarray | None) -> np.ndarray | Tbq4Array:
         """Return a cache in its format; rows that are NaN hold no token."""
-        if kv_format == "raw16":
+        if kv_format != "tbq4":
             return cache
         unused = np.isnan(cache).all(axis=-1)
         rows = reference.quantize(np.nan_to_num(cache.astype(np.float32)), mean=mean)

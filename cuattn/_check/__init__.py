@@ -1,7 +1,7 @@
 """Argument checks and their messages; the only package that raises for bad arguments. Writes nothing."""
 
 from cuattn._check.append import AppendCall, AppendSide, append
-from cuattn._check.arguments import device, dtype_16bit, flag
+from cuattn._check.arguments import device, flag
 from cuattn._check.decode import DecodeCall, decode
 from cuattn._check.merge import merge
 from cuattn._check.prefill import PrefillCall, prefill
@@ -9,5 +9,5 @@ from cuattn._check.tbq4 import channel_mean, planes, quantize, result_dtype
 
 __all__ = [
     "AppendCall", "AppendSide", "DecodeCall", "PrefillCall", "append", "channel_mean", "decode", "device",
-    "dtype_16bit", "flag", "merge", "planes", "prefill", "quantize", "result_dtype",
+    "flag", "merge", "planes", "prefill", "quantize", "result_dtype",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from cuattn._cache import Cache
 from cuattn._check.arguments import (
     CPU_DTYPES,
     GPU_DTYPES,
+    KERNEL_DTYPES,
     listed,
     require_dtype,
     require_head_dim,
@@ -99,7 +100,7 @@ def _new_rows(k_new: Array, v_new: Array) -> None:
     require_rank(
         "k_new", k_new, (3, 4), "(batch, num_kv_heads, head_dim) or (batch, seqlen_new, num_kv_heads, head_dim)"
     )
-    require_dtype("k_new", k_new, (*GPU_DTYPES, "float32") if is_gpu(k_new) else CPU_DTYPES)
+    require_dtype("k_new", k_new, KERNEL_DTYPES if is_gpu(k_new) else CPU_DTYPES)
     require_head_dim("k_new", k_new.shape[-1])
     require_shape("v_new", v_new, k_new.shape, "the shape of k_new")
     require_dtype("v_new", v_new, (dtype_name(k_new),), " (the dtype of k_new)")

@@ -12,7 +12,10 @@ from cuattn import _arrays, _plan
 from cuattn._arrays import Array, dtype_name, is_gpu, place
 
 GPU_DTYPES = ("float16", "bfloat16")
-CPU_DTYPES = (*GPU_DTYPES, "float32", "float64")
+# Of attention to rows of elements, and of merges.
+KERNEL_DTYPES = (*GPU_DTYPES, "float32")
+# The reference's.
+CPU_DTYPES = (*KERNEL_DTYPES, "float64")
 # A row of K, V, q or out is moved in pieces of 16 bytes.
 _ROW_ALIGNMENT = 16
 _UNBOUNDED = -1
@@ -166,11 +169,6 @@ def flag(name: str, value: object) -> bool:
         msg = f"{name} must be True or False, got {value!r}"
         raise TypeError(msg)
     return bool(value)
-
-
-def dtype_16bit(name: str, x: Array) -> None:
-    """Refuse what only the reference takes."""
-    require_dtype(name, x, GPU_DTYPES)
 
 
 def device(device: object, array: Array) -> _plan.Device:

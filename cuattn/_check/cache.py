@@ -10,6 +10,9 @@ from cuattn import _plan, _tbq4
 from cuattn._arrays import Array, as_array, contiguous, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check.arguments import (
+    CPU_DTYPES,
+    GPU_DTYPES,
+    KERNEL_DTYPES,
     integer,
     listed,
     require_dtype,
@@ -28,7 +31,7 @@ _NORM_READ = 8
 def taken(name: str, x: Array) -> Cache:
     """Take a cache argument of either format over."""
     if not hasattr(x, "codes") or not hasattr(x, "norms") or not hasattr(x, "mean"):
-        return Cache(as_array(name, x, also=", or a Tbq4Array"))
+        return Cache.of_elements(as_array(name, x, also=", or a Tbq4Array"))
     codes, norms, mean = planes(x.codes, x.norms, x.mean, prefix=f"{name}.")
     return Cache(codes, norms, None if mean is None else contiguous(mean), _plan.KvFormat.TBQ4)
 
@@ -38,6 +41,14 @@ def arrays_of(name: str, cache: Cache) -> dict[str, Array | None]:
     if cache.norms is None:
         return {name: cache.rows}
     return {f"{name}.codes": cache.rows, f"{name}.norms": cache.norms, f"{name}.mean": cache.mean}
+
+
+def dtype_of_queries(q: Array, beside: dict[str, Cache], *, for_kernel: bool) -> None:
+    """Refuse queries of a dtype that no kernel has beside such keys and values; the reference has more."""
+    require_dtype("q", q, KERNEL_DTYPES if for_kernel else CPU_DTYPES)
+    for name, cache in beside.items():
+        if for_kernel and cache.norms is not None:
+            require_dtype("q", q, GPU_DTYPES, f" with {name} in TBQ4")
 
 
 def one_cache(

@@ -9,11 +9,8 @@ from cuattn._arrays import Array, as_array, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check import cache as check_cache
 from cuattn._check.arguments import (
-    CPU_DTYPES,
-    GPU_DTYPES,
     flag,
     integer,
-    require_dtype,
     require_head_dim,
     require_one_place,
     require_out,
@@ -70,7 +67,7 @@ class DecodeCall:
 
     @property
     def problem(self) -> _plan.DecodeProblem:
-        """Sizes for the plan; 16-bit dtypes only."""
+        """Sizes for the plan; dtypes of the kernel only."""
         batch, seqlen_q, num_qo_heads, head_dim = self.q.shape
         return _plan.DecodeProblem(
             dtype=_plan.Dtype(dtype_name(self.q)),
@@ -91,9 +88,9 @@ class DecodeCall:
         return 1 if self.page_table is None else int(self.page_table.shape[1])
 
 
-def _queries(q: Array) -> None:
+def _queries(q: Array, keys: Cache, values: Cache, *, for_kernel: bool) -> None:
     require_rank("q", q, (3, 4), "(batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)")
-    require_dtype("q", q, GPU_DTYPES if is_gpu(q) else CPU_DTYPES)
+    check_cache.dtype_of_queries(q, {"k_cache": keys, "v_cache": values}, for_kernel=for_kernel)
     require_head_dim("q", q.shape[-1])
     require_rows("q", q)
     if q.ndim == 4:  # noqa: PLR2004  with the axis of query tokens
@@ -122,7 +119,8 @@ def decode(
 ) -> DecodeCall:
     """Check the arguments of `decode`; parameters and errors are documented there.
 
-    Without `contents`, lengths and page-table entries may have any value.
+    Without `contents`, as for a plan, lengths and page-table entries may have any value, and `q` must have a dtype of
+    the kernel wherever it is.
     """
     keys, values = check_cache.taken("k_cache", k_cache), check_cache.taken("v_cache", v_cache)
     given = {
@@ -137,7 +135,7 @@ def decode(
     }
     require_one_place(arrays)
     q, out, page_table, sinks = (arrays[name] for name in ("q", "out", "page_table", "sinks"))
-    _queries(q)
+    _queries(q, keys, values, for_kernel=is_gpu(q) or not contents)
     batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     check_cache.caches(keys, values, q, paged=page_table is not None)
     sink, recent = (

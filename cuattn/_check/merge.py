@@ -6,6 +6,7 @@ from cuattn._arrays import Array, as_array, dtype_name, is_gpu
 from cuattn._check.arguments import (
     CPU_DTYPES,
     GPU_DTYPES,
+    KERNEL_DTYPES,
     require_dtype,
     require_head_dim,
     require_one_place,
@@ -27,7 +28,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array | None) -> tuple[Ar
     shape = "(num_parts, [batch, [seqlen_q,]] num_qo_heads, head_dim)"
     require_rank("out_partial", out_partial, _MERGE_RANKS, shape)
     gpu = is_gpu(out_partial)
-    require_dtype("out_partial", out_partial, (*GPU_DTYPES, "float32") if gpu else CPU_DTYPES)
+    require_dtype("out_partial", out_partial, KERNEL_DTYPES if gpu else CPU_DTYPES)
     if out_partial.shape[0] == 0:
         msg = f"out_partial must have at least one part, got shape {out_partial.shape}"
         raise ValueError(msg)

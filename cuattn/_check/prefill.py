@@ -13,10 +13,7 @@ from cuattn._arrays import Array, as_array, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check import cache as check_cache
 from cuattn._check.arguments import (
-    CPU_DTYPES,
-    GPU_DTYPES,
     flag,
-    require_dtype,
     require_head_dim,
     require_one_place,
     require_out,
@@ -28,8 +25,6 @@ from cuattn._check.arguments import (
 )
 from cuattn._check.lengths import cu_seqlens_of, lengths_of, require_page_table, require_pages
 
-# What the kernel takes, and a plan is made for; the reference takes all of `CPU_DTYPES`.
-_KERNEL_DTYPES = GPU_DTYPES
 # Rows of q (tokens times heads), blocks of a grid and key positions are int32 in the kernel, with room for a tile past
 # the end and for position - window.
 _MAX_ROWS = 2**30
@@ -117,13 +112,13 @@ class PrefillCall:
         )
 
 
-def _queries(q: Array, *, ragged: bool, for_kernel: bool) -> None:
+def _queries(q: Array, keys: Cache, values: Cache, *, ragged: bool, for_kernel: bool) -> None:
     of_ragged = "(total_q, num_qo_heads, head_dim) with cu_seqlens_q"
     if ragged:
         require_rank("q", q, (_RAGGED_AXES,), of_ragged)
     else:
         require_rank("q", q, (_DENSE_AXES,), f"(batch, seqlen_q, num_qo_heads, head_dim), or {of_ragged}")
-    require_dtype("q", q, _KERNEL_DTYPES if for_kernel else CPU_DTYPES)
+    check_cache.dtype_of_queries(q, {"k": keys, "v": values}, for_kernel=for_kernel)
     require_head_dim("q", q.shape[-1])
     require_rows("q", q)
     if math.prod(q.shape[:-1]) > _MAX_ROWS:
@@ -270,7 +265,7 @@ def prefill(
     require_one_place(arrays)
     q, out, page_table, sinks = (arrays[name] for name in ("q", "out", "page_table", "sinks"))
     ragged = cu_seqlens_q is not None
-    _queries(q, ragged=ragged, for_kernel=is_gpu(q) or not contents)
+    _queries(q, keys, values, ragged=ragged, for_kernel=is_gpu(q) or not contents)
     ranks, axes = _layout(ragged=ragged, paged=page_table is not None, cu_seqlens_k=cu_seqlens_k)
     _keys_and_values(keys, values, q, ranks, axes)
     lengths = _lengths(

@@ -11,7 +11,7 @@ from itertools import product
 
 from cuattn import _tbq4
 from cuattn._device import DEVICES, Device, arch_of
-from cuattn._kinds import Dtype, KvFormat, Parts
+from cuattn._kinds import Dtype, KvFormat, Parts, formats_of
 from cuattn._plan.append import AppendConfig, append_configs
 from cuattn._plan.base import (
     HEAD_DIMS,
@@ -51,7 +51,7 @@ __all__ = [
     "REGISTERS_PER_SM", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile",
     "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan", "PrefillProblem",
     "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div", "choose_splits", "codec_config", "config_of",
-    "decode_config", "decode_plan", "decode_tiles", "heads_tiles", "merge_config", "prefill_config",
+    "decode_config", "decode_plan", "decode_tiles", "formats_of", "heads_tiles", "merge_config", "prefill_config",
     "prefill_configs", "prefill_plan", "shipped_configs",
 ]  # fmt: skip
 
@@ -61,8 +61,8 @@ Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeCon
 def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode`, `prefill` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
-    for dtype in (Dtype.FP16, Dtype.BF16):
-        for formats in product(KvFormat, KvFormat):
+    for dtype in Dtype:
+        for formats in product(formats_of(dtype), repeat=2):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
             configs += [
                 config_of(dtype, *formats, head_dim, 1, device, tile_heads=heads)

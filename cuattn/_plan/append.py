@@ -83,7 +83,7 @@ def append_configs() -> list[AppendConfig]:
     raw, tbq4 = KvFormat.RAW16, KvFormat.TBQ4
     configs = []
     for dtype in (Dtype.FP16, Dtype.BF16):
-        configs += [AppendConfig(dtype, dtype, k, v, _tbq4.BLOCK) for k in KvFormat for v in KvFormat]
+        configs += [AppendConfig(dtype, dtype, k, v, _tbq4.BLOCK) for k in (raw, tbq4) for v in (raw, tbq4)]
         configs += [AppendConfig(dtype, dtype, raw, raw, head_dim) for head_dim in HEAD_DIMS]
         configs += [AppendConfig(dtype, dtype, tbq4, tbq4, head_dim) for head_dim in _tbq4.HEAD_DIMS]
         for in_dtype in Dtype:

@@ -14,7 +14,8 @@ from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
 # Query rows of a row tile, the N of an mma.
 _TILE_ROWS = 8
-# Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168.
+# Registers of accumulators and Q together, where a thread may have 255; half of it where it has 168, or has to make the
+# two parts of floats.
 _Q_REGISTER_LIMIT = 128
 _WARPS_OF_255_REGISTERS = 8
 # Splits of that many steps of all warps are cut into whole ones: it takes less time if a few splits have a step more
@@ -110,11 +111,14 @@ class DecodeConfig:
     def q_in_registers(self) -> bool:
         """Whether Q's fragments stay in registers.
 
-        Accumulators take head_dim / 4 a row tile and Q head_dim / 8 for each head of the tile; the rest is for scores,
-        fragments and addresses.
+        Accumulators take head_dim / 4 a row tile and Q head_dim / 8 for each head of the tile, or four times that
+        for floats and their two parts; the rest is for scores, fragments and addresses.
         """
-        limit = _Q_REGISTER_LIMIT if self.num_warps <= _WARPS_OF_255_REGISTERS else _Q_REGISTER_LIMIT // 2
-        return self.row_tiles * (self.head_dim // 4 + self.tile_heads * self.head_dim // 8) <= limit
+        floats = self.dtype is Dtype.FP32
+        few = floats or self.num_warps > _WARPS_OF_255_REGISTERS
+        limit = _Q_REGISTER_LIMIT // 2 if few else _Q_REGISTER_LIMIT
+        q = self.tile_heads * self.head_dim // (2 if floats else 8)
+        return self.row_tiles * (self.head_dim // 4 + q) <= limit
 
     @property
     def smem_bytes(self) -> int:

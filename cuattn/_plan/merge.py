@@ -63,6 +63,5 @@ def merge_configs(head_dim: int, dtype: Dtype) -> list[MergeConfig]:
     """Every config whose result has `dtype`: parts of its own dtype, or of float32, of few and of many."""
     counts = (1, _FEW_PARTS + 1)
     configs = [merge_config(dtype, dtype, head_dim, Parts.LSE, n) for n in counts]
-    if dtype is not Dtype.FP32:
-        configs += [merge_config(Dtype.FP32, dtype, head_dim, parts, n) for parts in Parts for n in counts]
-    return configs
+    configs += [merge_config(Dtype.FP32, dtype, head_dim, parts, n) for parts in Parts for n in counts]
+    return list(dict.fromkeys(configs))

@@ -9,11 +9,11 @@ from itertools import product
 
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
-from cuattn._kinds import Dtype, KvFormat
+from cuattn._kinds import Dtype, KvFormat, formats_of
 from cuattn._plan.base import HEAD_DIMS, REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._problem import PrefillProblem, norm_bytes, row_bytes
 
-# (head_dim, value_dim) of 16-bit rows.
+# (head_dim, value_dim) of rows of elements.
 PREFILL_DIMS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128))
 # Norms of three tiles: of the one that is expanded, the one before for warps that are behind, and the one on its way.
 # The power of two of a tile is asked for when its scores are there.
@@ -146,6 +146,28 @@ _TILES = {
     # Accumulators of half a row fill the registers of a warp.
     (512, 512): (PrefillTile(64, 32, 2, 8, dim_splits=2), PrefillTile(32, 16, 2, 4, dim_splits=2)),
 }
+# Floats take twice the memory, and three products for one. The parts of an element of K or V serve all rows of a warp:
+# 32 where there are registers for them. Few of these tiles have two CTAs an SM, so eight warps are better than four.
+_FLOAT_TILES = {
+    (64, 64): (PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 32, 2, 8)),
+    (96, 96): (PrefillTile(128, 32, 2, 4, 2, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
+    (128, 128): (
+        PrefillTile(256, 16, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(128, 16, 2, 8),
+    ),
+    (192, 192): (PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
+    (192, 128): (PrefillTile(128, 32, 2, 8), PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
+    (256, 256): (
+        PrefillTile(128, 16, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(64, 16, 2, 8, dim_splits=2),
+        PrefillTile(32, 16, 2, 4, dim_splits=2),
+    ),
+    (512, 512): (
+        PrefillTile(32, 16, 2, 4, dim_splits=2),
+        PrefillTile(16, 16, 2, 4, dim_splits=4),
+        PrefillTile(16, 8, 2, 4, dim_splits=4),
+    ),
+}
 # Codes are expanded once for all rows of a CTA, so that one with more rows takes less time for each. Expanding takes
 # registers, which leaves fewer for scores.
 _TBQ4_TILES = {
@@ -171,7 +193,7 @@ _MIXED_TILES = _TBQ4_TILES | {
 def _tiles(k_format: KvFormat, v_format: KvFormat) -> Mapping[tuple[int, int], tuple[PrefillTile, ...]]:
     if k_format is not v_format:
         return _MIXED_TILES
-    return _TBQ4_TILES if k_format is KvFormat.TBQ4 else _TILES
+    return {KvFormat.RAW16: _TILES, KvFormat.RAW32: _FLOAT_TILES, KvFormat.TBQ4: _TBQ4_TILES}[k_format]
 
 
 def prefill_config(
@@ -205,8 +227,9 @@ def prefill_config(
 def prefill_configs(device: Device) -> list[PrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     configs = []
-    for dtype, k_format, v_format in product((Dtype.FP16, Dtype.BF16), KvFormat, KvFormat):
-        configs += [prefill_config(dtype, k_format, v_format, dims, device) for dims in _tiles(k_format, v_format)]
+    for dtype in Dtype:
+        for formats in product(formats_of(dtype), repeat=2):
+            configs += [prefill_config(dtype, *formats, dims, device) for dims in _tiles(*formats)]
     return configs
 
 

@@ -56,6 +56,29 @@ _DECODE_SMALL = {
     (256, 2): DecodeTile(16, 2, 4),
     (512, 1): DecodeTile(16, 2, 2),
 }
+# Floats: as many bytes in flight, of half as many keys. Their parts take registers as well, so that a CTA has 16 query
+# rows at most, and 8 with longer ones; there may be several.
+_FLOAT_LARGE = {
+    (64, 1): DecodeTile(32, 3, 4),
+    (64, 2): DecodeTile(16, 6, 4),
+    (96, 1): DecodeTile(16, 4, 4),
+    (96, 2): DecodeTile(16, 4, 4),
+    (128, 1): DecodeTile(16, 3, 4),
+    (128, 2): DecodeTile(16, 3, 4),
+    (192, 1): DecodeTile(16, 2, 4),
+    (256, 1): DecodeTile(16, 2, 4),
+    (512, 1): DecodeTile(16, 2, 2),
+}
+_FLOAT_SMALL = {
+    (64, 1): DecodeTile(32, 2, 4),
+    (64, 2): DecodeTile(16, 4, 4),
+    (96, 1): DecodeTile(16, 3, 4),
+    (96, 2): DecodeTile(16, 3, 4),
+    (128, 1): DecodeTile(16, 2, 4),
+    (192, 1): DecodeTile(16, 2, 2),
+    (256, 1): DecodeTile(16, 2, 2),
+    (512, 1): DecodeTile(16, 2, 1),
+}
 # TBQ4 for K and V. The table of levels takes 64 KB, or 32 KB where a GPU has little. Decoding takes registers as well:
 # with more than 64 for accumulators a thread would spill, but at head_dim 64 and 512. Measured for one row tile at
 # head_dim 128 and 256 on an H200 (docs/decode.md); the others are by analogy.
@@ -123,6 +146,8 @@ def decode_tiles(
         return _MIXED_LARGE if large else _MIXED_SMALL
     if k_format is KvFormat.TBQ4:
         return _TBQ4_LARGE if large else _TBQ4_SMALL
+    if k_format is KvFormat.RAW32:
+        return _FLOAT_LARGE if large else _FLOAT_SMALL
     return _DECODE_LARGE if large else _DECODE_SMALL
 
 

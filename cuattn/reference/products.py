@@ -7,8 +7,11 @@ from cuattn import _tbq4
 from cuattn.reference.sequences import Array, Rows, Tbq4Rows
 from cuattn.reference.tbq4 import levels, rotate, unrotate
 
-# Products that one tensor-core instruction adds for 16-bit inputs.
+# Products that one tensor-core instruction adds for 16-bit inputs, and for floats.
 MMA_DEPTH = 16
+FLOAT_DEPTH = 8
+# Of the 24 bits of a float32 a tensor core does not look at so many.
+_HIDDEN_BITS = 13
 _FLOAT32_BITS = 23
 _GUARD_BITS = 2
 # Of zero: below all products, above what would underflow a float64.
@@ -68,6 +71,37 @@ def tensor_core(a: Array, b: Array) -> npt.NDArray[np.float32]:
     return total
 
 
+def tf32_parts(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Split into what a tensor core is given of a float: rounded to its 11 bits, and the rest, cut off there."""
+    mask = np.uint32(0x100000000 - (1 << _HIDDEN_BITS))
+    high = ((x.view(np.uint32) + np.uint32(1 << (_HIDDEN_BITS - 1))) & mask).view(np.float32)
+    low = np.where(np.isfinite(high), x - high, np.float32(0))
+    return high.astype(np.float64), (low.view(np.uint32) & mask).view(np.float32).astype(np.float64)
+
+
+def products_of_floats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Multiply ``[rows, depth]`` by ``[depth, columns]`` to float32 accuracy, as kernels do on tensor cores.
+
+    The two parts of each factor, see `tf32_parts`, are multiplied but for the smaller ones with each other. Sums of
+    eight products are cut off to float32, and added in float32.
+
+    Parameters
+    ----------
+    a, b : ndarray, float32
+
+    Returns
+    -------
+    ndarray, float32
+    """
+    (a_high, a_low), (b_high, b_low) = tf32_parts(np.ascontiguousarray(a)), tf32_parts(np.ascontiguousarray(b))
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for start in range(0, a.shape[1], FLOAT_DEPTH):
+        depth = slice(start, start + FLOAT_DEPTH)
+        small = a_low[:, depth] @ b_high[depth] + a_high[:, depth] @ b_low[depth]
+        total += truncate_to_float32(a_high[:, depth] @ b_high[depth] + small)
+    return total
+
+
 def _factor(x: Array, exponent: int) -> npt.NDArray[np.float64]:
     """Return the power of two that takes the largest finite value of each row to 2^(exponent - 1) .. 2^exponent."""
     axes = tuple(range(1, x.ndim))
@@ -102,7 +136,7 @@ def scores(q: Array, k: Rows, *, expanded: bool = False) -> npt.NDArray[np.float
 
     Parameters
     ----------
-    q : ndarray, shape (rows, head_dim), float16 or bfloat16
+    q : ndarray, shape (rows, head_dim), float16, bfloat16 or float32
     k : ndarray or Tbq4Rows, shape (keys, head_dim)
 
     Returns
@@ -110,7 +144,7 @@ def scores(q: Array, k: Rows, *, expanded: bool = False) -> npt.NDArray[np.float
     ndarray, shape (rows, keys), float32
     """
     if not isinstance(k, Tbq4Rows):
-        return tensor_core(q, k.T)
+        return products_of_floats(q, k.T) if q.dtype == np.float32 else tensor_core(q, k.T)
     block = _tbq4.block_of(q.shape[-1])
     rotated = rotate(q, dtype=np.float32).astype(np.float64)
     factor = _factor(rotated, _QUERY_EXPONENT)
@@ -143,14 +177,14 @@ def weighted_sums(
     weights : ndarray, shape (rows, keys), float32
     v : ndarray or Tbq4Rows, shape (keys, value_dim)
     dtype : dtype
-        To which weights of 16-bit values are rounded.
+        Of the values, to which weights are rounded.
 
     Returns
     -------
     ndarray, shape (rows, value_dim), float32
     """
     if not isinstance(v, Tbq4Rows):
-        return tensor_core(weights.astype(dtype), v)
+        return products_of_floats(weights, v) if v.dtype == np.float32 else tensor_core(weights.astype(dtype), v)
     if expanded:
         v16, v_factor = _as_float16(v)
         rotated = (tensor_core(weights.astype(np.float16), v16) / v_factor).astype(np.float32)

@@ -103,16 +103,16 @@ def attention_same_precision(
 ) -> tuple[Array, Array]:
     """Attend as `attention` and `prefill` do, rounding where a kernel rounds; the yardstick of the error law.
 
-    Scores and the product with v are sums as `tensor_core` makes them. Scaling, softcap,
-    maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
+    Scores and the product with v are sums as `tensor_core`, or for float32 `products_of_floats`, makes them. Scaling,
+    softcap, maximum, base-2 exponentials and their sum are float32. The weights are rounded to the dtype of `q` for the
     second product only, and the quotient is rounded to that dtype. The sink joins after the last key. Rows in TBQ4 are
     multiplied in the rotated domain, with levels in float16 and norms in float32; see `scores` and `weighted_sums` of
     `cuattn.reference.products`.
 
     Parameters
     ----------
-    q, k, v : ndarray, float16 or bfloat16
-        Shapes as in `prefill`; k and v may be rows in TBQ4.
+    q, k, v : ndarray, float16, bfloat16 or float32
+        Shapes as in `prefill`; k and v may be rows in TBQ4 beside q in 16 bits.
     causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
         As in `prefill`.
 
@@ -164,8 +164,8 @@ def decode_same_precision(
 
     Parameters
     ----------
-    q, k_cache, v_cache : ndarray, float16 or bfloat16
-        Shapes as in `decode`; the caches may be rows in TBQ4.
+    q, k_cache, v_cache : ndarray, float16, bfloat16 or float32
+        Shapes as in `decode`; the caches may be rows in TBQ4 beside q in 16 bits.
     kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, k_sink, v_sink, k_recent, v_recent, \
 return_lse, out
         As in `decode`.

@@ -97,6 +97,8 @@ struct Stream {
   static constexpr int COPIES = cfg::TILE_KV * Kv::CHUNKS / WARP;  // of 16 bytes, of a lane for a tile
   // The same where rows are looked up one by one, each with an address of its own.
   static constexpr int COPIES_AT_ONCE = REGISTERS_ARE_SCARCE ? 2 : COPIES;
+  // And in a whole tile: floats take more copies of a lane, and more places.
+  static constexpr int PLACES_AT_ONCE = SAME<typename Kv::Operand, float> ? 2 : COPIES;
   // Whole rows in a copy of the warp: successive copies of a lane are a fixed number of rows apart.
   static constexpr bool WHOLE_ROWS = WARP % Kv::CHUNKS == 0;
   static constexpr int ROWS_AT_ONCE = WARP / Kv::CHUNKS;
@@ -146,7 +148,7 @@ struct Stream {
     if constexpr (WHOLE_ROWS) {
       const u8* source = at;
       u8* target = slot + place;
-#pragma unroll
+#pragma unroll PLACES_AT_ONCE
       for (int i = 0; i < COPIES; ++i) {
         if constexpr (!ONE_PLACE) {
           target = slot + Kv::offset(i * ROWS_AT_ONCE + lane / Kv::CHUNKS, lane % Kv::CHUNKS);
@@ -156,7 +158,7 @@ struct Stream {
         target += ROWS_AT_ONCE * Kv::ROW_BYTES;
       }
     } else {
-#pragma unroll
+#pragma unroll PLACES_AT_ONCE
       for (int i = 0; i < COPIES; ++i) {
         const int row = (i * WARP + lane) / Kv::CHUNKS, chunk = (i * WARP + lane) % Kv::CHUNKS;
         ptx::cp_async16(slot + Kv::offset(row, chunk), at + row * token() + chunk * 16, true);

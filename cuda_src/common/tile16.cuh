@@ -35,6 +35,10 @@ struct Tile16 {
   }
 };
 
+// Rows of floats lie as rows of twice as many halves: an mma of TF32 takes eight of them, one of 16 bits sixteen.
+template <int HEAD_DIM>
+using Tile32 = Tile16<2 * HEAD_DIM>;
+
 // Rows that no mma reads as they are.
 template <int BYTES>
 struct PlainRows {

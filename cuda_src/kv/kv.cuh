@@ -12,13 +12,15 @@
 //   restore                 a row of O in the lanes of a warp
 //   fill_table              what its operands look up
 //   KeyLane, ValueLane      what a lane needs of the table and of tiles for every step
-//   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part
+//   Keys, Values            A operands of S^T = K Q^T and O^T = V^T P^T for 16 rows of a tile and one part; floats have
+//                           get_values and operand_row for Values (common/decode_floats.cuh)
 //   dim(mb, g, upper)       head_dim of the rows of V's operands
 //   O_STRIDE, o_place, store_o    rows of O in shared memory
 //   value, all_finite       for tiles in which a row may not see every key; formats without norms only
 #ifndef CUATTN_KV_KV_CUH
 #define CUATTN_KV_KV_CUH
 #include "kv/raw16.cuh"
+#include "kv/raw32.cuh"
 #if CUATTN_TBQ4
 #include "kv/tbq4.cuh"
 #endif
@@ -28,6 +30,10 @@ struct KvOf;
 template <class Elem, int HEAD_DIM>
 struct KvOf<KvFormat::RAW16, Elem, HEAD_DIM> {
   using type = Raw16<Elem, HEAD_DIM>;
+};
+template <int HEAD_DIM>
+struct KvOf<KvFormat::RAW32, float, HEAD_DIM> {
+  using type = Raw32<HEAD_DIM>;
 };
 #if CUATTN_TBQ4
 template <class Elem, int HEAD_DIM>

@@ -1,5 +1,5 @@
-// kv/tiles.cuh -- the tile seam: K and V as tiles of 16-bit rows. A kernel names a format only through TilesOf.
-// SPDX-License-Identifier: Apache-2.0
+// kv/tiles.cuh -- the tile seam: K and V as tiles of rows in 16 or 32 bits. A kernel names a format only through
+// TilesOf. SPDX-License-Identifier: Apache-2.0
 //
 // A policy has:
 //   Operand            element type of the mma that multiplies its rows
@@ -13,10 +13,11 @@
 //                      values are its elements times 2 to the power log2_scale(i); store_norms
 //   store_queries      Q to shared memory
 //   restore            a row of O in the lanes of a warp
-//   all_finite, pair, clear  elements of a tile
+//   pair               elements of a tile; in 16 bits all_finite and clear too
 #ifndef CUATTN_KV_TILES_CUH
 #define CUATTN_KV_TILES_CUH
 #include "kv/tiles_raw16.cuh"
+#include "kv/tiles_raw32.cuh"
 #if CUATTN_TBQ4
 #include "kv/tiles_tbq4.cuh"
 #endif
@@ -26,6 +27,10 @@ struct TilesOf;
 template <class Elem, int DIM>
 struct TilesOf<KvFormat::RAW16, Elem, DIM> {
   using type = Raw16Tiles<Elem, DIM>;
+};
+template <int DIM>
+struct TilesOf<KvFormat::RAW32, float, DIM> {
+  using type = Raw32Tiles<DIM>;
 };
 #if CUATTN_TBQ4
 template <class Elem, int DIM>

@@ -105,6 +105,12 @@ void cp_async(void* dst, const void* src, bool valid, Place at) {
   self->copies.push_back(copy);
 }
 
+// To float32 as accumulators of tensor cores: toward zero.
+inline float cut_off(double x) {
+  const float nearest = static_cast<float>(x);
+  return fabs(static_cast<double>(nearest)) > fabs(x) ? nextafterf(nearest, 0.f) : nearest;
+}
+
 // ---- mbarrier ----------------------------------------------------------------------------------------------------
 
 // The bits of an mbarrier. A fiber waits on the lowest one.
@@ -151,7 +157,8 @@ inline void land(const CopyArrival& arrival) {
   update_mbarrier(arrival.mbarrier, 1, 0);
 }
 
-// d += a b; a word of an operand has K / 8 neighboring elements of k.
+// d += a b; a word of an operand has K / 8 neighboring elements of k. Floats, whose products a kernel adds up to more
+// than 16 bits, are cut off once as on the chip; sums of 16-bit elements are those of float32.
 template <int K, class Element>
 void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element element) {
   struct Operands {
@@ -173,6 +180,14 @@ void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at, Element 
       for (int i = 0; i < 4; i++) D[g + i / 2 * 8][l % 4 * 2 + i % 2] = x.d[i];
     }
     for (int i = 0; i < 16; i++) {
+      if constexpr (K == 8) {
+        for (int j = 0; j < 8; j++) {
+          double sum = D[i][j];
+          for (int k = 0; k < K; k++) sum += static_cast<double>(A[i][k]) * B[k][j];
+          D[i][j] = cut_off(sum);
+        }
+        continue;
+      }
       for (int k = 0; k < K; k++) {
         for (int j = 0; j < 8; j++) D[i][j] += A[i][k] * B[k][j];
       }

@@ -20,7 +20,7 @@ from tolerance import assert_decode, assert_prefill, assert_prefill_call
 from cuattn import Tbq4Array, _plan, reference
 
 SEEDS = st.integers(0, 5)
-RAW, TBQ4 = ("raw16", "raw16"), ("tbq4", "tbq4")
+RAW, FLOATS, TBQ4 = ("raw16", "raw16"), ("raw32", "raw32"), ("tbq4", "tbq4")
 
 
 def config(tile_q: int, tile_kv: int, num_stages: int, num_warps: int, dim_splits: int = 1) -> dict[str, int]:
@@ -37,6 +37,9 @@ SMALL = {
     (*RAW, "float16", 128, None): config(32, 64, 2, 2),
     (*RAW, "bfloat16", 192, 128): config(32, 16, 4, 2),
     (*RAW, "float16", 512, None): config(16, 16, 2, 2, 2),
+    (*FLOATS, "float32", 64, None): config(64, 16, 2, 2),
+    (*FLOATS, "float32", 128, None): config(32, 8, 3, 2),
+    (*FLOATS, "float32", 192, 128): config(16, 32, 2, 2, 2),
 }
 SMALL_TBQ4 = {
     (*TBQ4, "float16", 64, None): config(32, 16, 2, 2),
@@ -50,7 +53,8 @@ KEYS = strategies.lengths(16) | strategies.lengths(32)
 MIXED = ((40, 70), (0, 5), (33, 33), (3, 0), (50, 20))
 BASE = PrefillProblem(MIXED, num_kv_heads=2, group=3)
 CODES = replace(BASE, k_format="tbq4", v_format="tbq4", means=True)
-both_formats = pytest.mark.parametrize("base", [BASE, CODES], ids=["raw16", "tbq4"])
+SINGLE = replace(BASE, k_format="raw32", v_format="raw32", dtype="float32")
+every_format = pytest.mark.parametrize("base", [BASE, SINGLE, CODES], ids=["raw16", "raw32", "tbq4"])
 
 
 def small(problem: PrefillProblem) -> dict[str, int]:
@@ -92,27 +96,31 @@ def test_any_problem_in_tbq4_obeys_the_error_law_under_any_schedule(problem: Pre
 
 
 @pytest.mark.parametrize(
-    ("dtype", "formats", "dims"),
+    ("dtype", "formats", "dims", "arch"),
     [
-        *((("float16", "bfloat16")[i % 2], RAW, dims) for i, dims in enumerate(_plan.PREFILL_DIMS)),
-        *((("bfloat16", "float16")[i % 2], TBQ4, (dim, dim)) for i, dim in enumerate((64, 128, 256, 512))),
-        ("float16", ("tbq4", "raw16"), (256, 256)),
-        ("bfloat16", ("raw16", "tbq4"), (128, 128)),
+        *((("float16", "bfloat16")[i % 2], RAW, dims, "sm_90a") for i, dims in enumerate(_plan.PREFILL_DIMS)),
+        *((("bfloat16", "float16")[i % 2], TBQ4, (dim, dim), "sm_90a") for i, dim in enumerate((64, 128, 256, 512))),
+        ("float16", ("tbq4", "raw16"), (256, 256), "sm_90a"),
+        ("bfloat16", ("raw16", "tbq4"), (128, 128), "sm_90a"),
+        ("float32", FLOATS, (96, 96), "sm_80"),
+        ("float32", FLOATS, (128, 128), "sm_90a"),
+        ("float32", FLOATS, (192, 128), "sm_90a"),
+        ("float32", FLOATS, (512, 512), "sm_86"),
     ],
     ids=str,
 )
 def test_the_tiles_of_every_kernel_obey_the_error_law(
-    dtype: str, formats: tuple[str, str], dims: tuple[int, int]
+    dtype: str, formats: tuple[str, str], dims: tuple[int, int], arch: str
 ) -> None:
     problem = PrefillProblem(
         ((100, 140), (0, 9), (7, 0), (45, 45)), group=3, head_dim=dims[0], value_dim=dims[1], dtype=dtype, causal=True,
-        kv_layout="paged", page_size=5, k_format=formats[0], v_format=formats[1], means=formats != RAW, sinks=True,
+        kv_layout="paged", page_size=5, k_format=formats[0], v_format=formats[1], means="tbq4" in formats, sinks=True,
     )  # fmt: skip
-    assert_prefill(problem, *product.prefill(problem, seed=2))
+    assert_prefill(problem, *product.prefill(problem, seed=2, device=_plan.DEVICES[arch]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@both_formats
+@every_format
 def test_lengths_beside_the_edges_of_tiles_obey_the_error_law(base: PrefillProblem, *, causal: bool) -> None:
     """All together: a ragged sequence begins anywhere."""
     edges = tuple(combinations((0, 1, 31, 32, 33, 65), (0, 1, 15, 16, 17, 33)))
@@ -134,7 +142,7 @@ def test_windows_obey_the_error_law(dtype: str, *, causal: bool) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 20.0])
 @pytest.mark.parametrize("values", ["normal", "late_max", "rising", "huge", "equal"])
-@both_formats
+@every_format
 def test_unusual_scores_obey_the_error_law(base: PrefillProblem, values: str, softcap: float | None) -> None:
     """Maxima that grow by less than a softmax need follow, and by more, in tiles that some rows see in part."""
     problem = replace(base, num_kv_heads=1, values=values, softcap=softcap, sinks=True)
@@ -143,7 +151,7 @@ def test_unusual_scores_obey_the_error_law(base: PrefillProblem, values: str, so
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0, 1e-6])
-@both_formats
+@every_format
 def test_scales_obey_the_error_law(base: PrefillProblem, softmax_scale: float) -> None:
     arrays = base.arrays()
     for more in ({}, {"causal": True, "softcap": 3.0}):
@@ -163,7 +171,7 @@ def test_a_scale_of_zero_gives_the_mean_of_the_values() -> None:
 
 
 @pytest.mark.parametrize("values", ["normal", "rising"])
-@both_formats
+@every_format
 def test_one_token_is_a_decode(base: PrefillProblem, values: str) -> None:
     decode = Problem((70, 0, 33, 1), num_kv_heads=2, group=3, sinks=True, values=values, window=(50, None),
                      k_format=base.k_format, v_format=base.v_format, means=base.means, page_size=16)  # fmt: skip
@@ -173,7 +181,7 @@ def test_one_token_is_a_decode(base: PrefillProblem, values: str) -> None:
 
 
 @pytest.mark.parametrize("edges", [(0, 100), (0, 1, 37, 64, 100), (0, 32, 64, 96, 100)])
-@both_formats
+@every_format
 def test_chunks_against_a_cache_are_a_prompt_at_once(base: PrefillProblem, edges: tuple[int, ...]) -> None:
     problem = replace(base, seqlens=((100, 100),), causal=True, q_layout="dense", kv_layout="paged", sinks=True)
     q, k, v = problem.arrays()
@@ -191,7 +199,7 @@ def test_the_schedule_does_not_change_a_bit(seed: int, base: PrefillProblem) -> 
     assert_same_bits(run(problem, seed=seed), run(problem))
 
 
-@both_formats
+@every_format
 def test_the_layout_does_not_change_a_bit(base: PrefillProblem) -> None:
     problem = replace(base, seqlens=((37, 70),) * 3, causal=True)
     want = run(problem)
@@ -210,7 +218,7 @@ def test_ragged_keys_lie_as_ragged_queries_by_default() -> None:
     assert_same_bits(run(problem, cu_seqlens_k=None), run(problem))
 
 
-@both_formats
+@every_format
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch(base: PrefillProblem) -> None:
     problem = replace(base, seqlens=tuple((21, n) for n in (70, 0, 33)), q_layout="dense", kv_layout="paged")
     q, k, v = problem.arrays()
@@ -266,7 +274,7 @@ VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("layout", ["ragged", "dense", "paged"])
-@both_formats
+@every_format
 def test_views_with_any_outer_strides_are_read_and_written_in_place(
     base: PrefillProblem, layout: str, view: str
 ) -> None:
@@ -277,7 +285,7 @@ def test_views_with_any_outer_strides_are_read_and_written_in_place(
     viewed = [
         changed(x, codes=look(x.codes), norms=look(x.norms)) if isinstance(x, Tbq4Array) else look(x) for x in arrays
     ]
-    out = look(np.full(arrays[0].shape, np.nan, np.float16))
+    out = look(np.full(arrays[0].shape, np.nan, arrays[0].dtype))
     base_of_out = out
     while base_of_out.base is not None:
         base_of_out = base_of_out.base
@@ -297,7 +305,7 @@ def test_queries_keys_and_values_may_be_slices_of_one_array() -> None:
 
 
 @pytest.mark.parametrize(("given_len", "used_len"), [(99, 45), (2**31 - 1, 45), (-3, 0), (-(2**31), 0)])
-@both_formats
+@every_format
 def test_a_device_length_outside_of_the_keys_is_limited_to_them(
     base: PrefillProblem, given_len: int, used_len: int
 ) -> None:
@@ -345,11 +353,15 @@ def test_keys_that_no_row_of_a_tile_sees_are_not_read() -> None:
 
 @pytest.mark.parametrize("window", [None, (3, None)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 64), ("float16", 512)])
+@pytest.mark.parametrize(
+    ("base", "dtype", "head_dim"),
+    [(BASE, "float16", 64), (BASE, "bfloat16", 64), (BASE, "float16", 512), (SINGLE, "float32", 64)],
+    ids=["float16-64", "bfloat16-64", "float16-512", "float32-64"],
+)
 def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(
-    dtype: str, head_dim: int, bad: float, window: tuple[int, None] | None
+    base: PrefillProblem, dtype: str, head_dim: int, bad: float, window: tuple[int, None] | None
 ) -> None:
-    problem = replace(BASE, seqlens=((9, 70), (9, 71)), dtype=dtype, head_dim=head_dim, causal=True, window=window,
+    problem = replace(base, seqlens=((9, 70), (9, 71)), dtype=dtype, head_dim=head_dim, causal=True, window=window,
                       q_layout="dense", kv_layout="padded")  # fmt: skip
     q, k, v = problem.arrays()
     clean = run(problem)
@@ -361,7 +373,9 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_othe
         sees = np.zeros(out.shape, bool)
         sees[0, key - 61 : None if window is None else key - 61 + 4, 3:, 5] = True
         np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), sees)
-        assert_same_bits((lse, out[1]), (clean[1], clean[0][1]))
+        # What meets such a value in floats is attended to anew, by other sums.
+        unchanged = slice(1 if base is SINGLE else 0, None)
+        assert_same_bits((lse[unchanged], out[1]), (clean[1][unchanged], clean[0][1]))
         spoiled = k.copy()
         spoiled[0, key, 1, 5] = np.nan
         out, lse = run(problem, (q, spoiled, v))
@@ -396,7 +410,7 @@ def test_a_norm_that_is_not_finite_is_seen_by_the_rows_that_see_its_token(
 
 
 def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
-    for base in (BASE, CODES):
+    for base in (BASE, SINGLE, CODES):
         problem = replace(base, causal=True)
         arrays = problem.arrays()
         clean = run(problem, arrays)
@@ -406,7 +420,10 @@ def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
         sees[30, 4] = True
         np.testing.assert_array_equal(np.isnan(lse), sees)
         assert np.isnan(out[30, 4]).all()
-        assert_same_bits((out[~sees], lse[~sees]), (clean[0][~sees], clean[1][~sees]))
+        if base is SINGLE:
+            assert_prefill_call(arrays, problem.options(), (out, lse))
+        else:
+            assert_same_bits((out[~sees], lse[~sees]), (clean[0][~sees], clean[1][~sees]))
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -422,15 +439,41 @@ def test_a_query_that_is_nan_and_sees_no_key_changes_nothing(*, sinks: bool) -> 
 
 
 @pytest.mark.parametrize("key", [5, 66])
-def test_a_value_that_is_nan_shows_where_the_score_of_its_key_is_minus_infinity(key: int) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_value_that_is_nan_shows_where_the_score_of_its_key_is_minus_infinity(dtype: Any, key: int) -> None:
     """In tiles with a mask as in others: it has the weight 0 and is seen."""
-    q, k, v = (np.ones((1, n, 1, 64), np.float16) for n in (9, 70, 70))
+    q, k, v = (np.ones((1, n, 1, 64), dtype) for n in (9, 70, 70))
     k[0, key] = 0
     k[0, key, 0, 3] = -np.inf
     v[0, key, 0, 7] = np.nan
     out, _ = product.prefill_arrays(q, k, v, causal=True)
     want = reference.prefill(q, k, v, causal=True)
     np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), np.isnan(want))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("which", "size"), [(0, np.inf), (1, np.inf), (1, -np.inf), (1, 3.4028e38), (2, 3.4028e38)])
+def test_floats_that_are_no_sum_of_two_parts_have_their_products(which: int, size: float, *, causal: bool) -> None:
+    """Infinities, and floats that round to one where 11 bits are kept."""
+    arrays = [np.random.default_rng(which).random((1, n, 1, 64), np.float32) * 1e-3 for n in (9, 70, 70)]
+    arrays[which][0, 5, 0, 3] = size
+    options = {"causal": causal, "softcap": 5.0 if which == 1 else None}
+    got = product.prefill_arrays(*arrays, **options)
+    want = reference.prefill(*arrays, **options, return_lse=True)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_sums_of_many_keys_in_floats_do_not_drift() -> None:
+    """As they would in accumulators that cut off. Without scores the law knows no other error."""
+    problem = replace(SINGLE, seqlens=((3, 3000),), num_kv_heads=1, group=1, q_layout="dense", kv_layout="dense")
+    q, k, v = problem.arrays()
+    v = np.abs(v)
+    options = problem.options() | {"softmax_scale": 0.0}
+    assert_prefill_call((q, k, v), options, run(problem, (q, k, v), **options))
+    with pytest.raises(AssertionError, match="exceeds"):
+        patch = ("common/products32.cuh", "(sum[r], a.hi, b.hi)", "(o[r][d], a.hi, b.hi)")
+        assert_prefill_call((q, k, v), options, run(problem, (q, k, v), patches=(patch,), **options))
 
 
 @pytest.mark.parametrize("some", [1, 5])

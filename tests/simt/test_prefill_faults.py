@@ -13,6 +13,7 @@ from tolerance import assert_prefill
 KERNEL, WORK, LOADER = "prefill_mma.cu", "common/prefill_work.cuh", "common/tile_loader.cuh"
 PAGES = "common/paging.cuh"
 SOFTMAX, TILE, TBQ4 = "common/softmax.cuh", "common/tile16.cuh", "kv/tiles_tbq4.cuh"
+TF32, FLOATS = "common/tf32.cuh", "common/products32.cuh"
 # Two row tiles a warp, several tiles of keys and of rows, and a mask that begins and ends inside of tiles.
 RAW = PrefillProblem(((70, 150), (40, 40)), num_kv_heads=2, group=3, causal=True, values="late_max")
 WINDOW = replace(RAW, window=(37, None), values="normal")
@@ -24,6 +25,7 @@ BLOCKS = replace(CODES, head_dim=256)
 LONG = replace(CODES, seqlens=((40, 400),), values="normal")
 NORMS = replace(CODES, values="tiny_v", dtype="bfloat16")
 CAPPED = replace(CODES, softcap=5.0)
+SINGLE = replace(RAW, dtype="float32", k_format="raw32", v_format="raw32", values="normal")
 SMALL = {"tile_q": 64, "tile_kv": 32, "num_stages": 2, "num_warps": 2, "dim_splits": 1}
 FOUR = SMALL | {"num_warps": 4}
 
@@ -180,6 +182,13 @@ FAULTS = {
     "the second block has the norm of the first": (BLOCKS, TBQ4, "norms_of(i, column() * 8 / cfg::BLOCK)", "norms_of(i, 0)"),
     "norms past the end are read": (CODES, KERNEL, "key < s.keys.lo || key >= s.keys.hi)", "key < s.keys.lo)"),
     "norms take the place of others that are read": (LONG, TBQ4, "i % cfg::NORM_TILES", "i % 2"),
+    # Floats
+    "two products for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.lo, b.hi);", ""),
+    "the other two for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.hi, b.lo);", ""),
+    "one product for a score": (SINGLE, TF32, "  add_small(products, a, b);\n", ""),
+    "one product with a value": (SINGLE, FLOATS, "tf32::add_small(small[r], a, b);", ""),
+    "weights in the order of an accumulator": (SINGLE, FLOATS, "{0, 2, 1, 3}", "{0, 1, 2, 3}"),
+    "rows of V swizzled alike": (SINGLE, FLOATS, "(place ^ 16)", "place"),
     "codes are expanded before they are there": (
         CODES,
         KERNEL,

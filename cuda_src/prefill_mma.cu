@@ -640,12 +640,14 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
       while (i < w.full.hi);
     }
   }
-  ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // nothing is on its way: without a tile q may have been
+  ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // all have read q, whose memory o takes, and it is not on its way
   ptx::griddepcontrol_launch_dependents();
   if (V::NORMS > 0) state.shift(-log2_scale);
   state.reduce();
-  if (IN_FLOATS && is_bad(o, state)) sm.hidden_bad = 1;
-  __syncthreads();  // what any warp found is known, and all have read q, whose memory o takes
+  if constexpr (IN_FLOATS) {
+    if (is_bad(o, state)) sm.hidden_bad = 1;
+    __syncthreads();  // what any warp found is known
+  }
   if (sm.hidden_bad != 0) {
     mend<Elem>(pipeline, o, state, at);
     __syncthreads();  // all have read q again

@@ -163,7 +163,7 @@ _FLOAT_TILES = {
         PrefillTile(32, 16, 2, 4, dim_splits=2),
     ),
     (512, 512): (
-        PrefillTile(32, 16, 2, 4, dim_splits=2),
+        PrefillTile(32, 16, 2, 4, dim_splits=2, spills_on=("sm_90a",)),
         PrefillTile(16, 16, 2, 4, dim_splits=4),
         PrefillTile(16, 8, 2, 4, dim_splits=4),
     ),

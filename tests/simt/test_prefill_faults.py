@@ -93,13 +93,13 @@ FAULTS = {
     ),
     # Shared memory
     "a swizzle of chunks and one of steps": (RAW, TILE, "2 * step % PERIOD * 16", "2 * step % PERIOD * 32"),
-    "keys are not waited for": (RAW, KERNEL, "ptx::mbarrier_wait(&sm.keys_turn, i & 1);", ""),
+    "keys are not waited for": (RAW, KERNEL, "ptx::mbarrier_wait(&sm.keys_turn, i & 1);\n", "\n"),
     "values are not waited for": (RAW, KERNEL, "if (!ANY) ptx::mbarrier_wait(&sm.values_turn, i & 1);", ""),
     "values of a mask are not waited for": (
         RAW,
         KERNEL,
-        "      ptx::mbarrier_wait(&sm.values_turn, i & 1);\n      if (pipeline.has_mask",
-        "      if (pipeline.has_mask",
+        "      ptx::mbarrier_wait(&sm.values_turn, i & 1);\n      if constexpr",
+        "      if constexpr",
     ),
     "an arrival before the copies": (
         RAW,
@@ -114,15 +114,15 @@ FAULTS = {
     "o before all have read q": (
         replace(RAW, head_dim=128),
         KERNEL,
-        "__syncthreads();  // what any warp found is known, and all have read q, whose memory o takes",
-        "",
+        "ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // all",
+        "// all",
         FOUR | {"dim_splits": 2},
     ),
     "o while q is on its way": (
         replace(RAW, seqlens=((150, 20),), values="normal"),
         KERNEL,
-        "ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // nothing",
-        "// nothing",
+        "ptx::mbarrier_wait(&sm.keys_turn, i & 1);  // all",
+        "// all",
     ),
     "rows of o before all have read them": (
         RAW,
@@ -179,7 +179,7 @@ FAULTS = {
         "TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);",
         "Raw16Tiles<Elem, DIMS>::restore(x, at.lane);",
     ),
-    "the second block has the norm of the first": (BLOCKS, TBQ4, "norms_of(i, column() * 8 / cfg::BLOCK)", "norms_of(i, 0)"),
+    "the second block has the norm of the first": (BLOCKS, TBQ4, "norms_of(i, column * 8 / cfg::BLOCK)", "norms_of(i, 0)"),
     "norms past the end are read": (CODES, KERNEL, "key < s.keys.lo || key >= s.keys.hi)", "key < s.keys.lo)"),
     "norms take the place of others that are read": (LONG, TBQ4, "i % cfg::NORM_TILES", "i % 2"),
     # Floats

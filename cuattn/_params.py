@@ -107,6 +107,8 @@ PREFILL = _struct(
     v_mean=_POINTER,
     out=_POINTER,
     lse=_POINTER,
+    out_partial=_POINTER,
+    state_partial=_POINTER,
     cu_seqlens_q=_POINTER,
     cu_seqlens_k=_POINTER,
     kv_len=_POINTER,
@@ -144,9 +146,11 @@ PREFILL = _struct(
     window_right=_I32,
     num_tiles=_I32,
     streams_at_once=_I32,
+    num_splits=_I32,
     softmax_scale_log2=_F32,
     softcap_log2=_F32,
     scale_over_softcap=_F32,
+    reserved=_I32,
 )
 
 QUANTIZE = _struct(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _params, _plan, reference
+from . import _arrays, _check, _jit, _merge, _params, _plan, reference
 from ._arrays import Array
 from ._cache import Cache, Planes
 from ._quantize import Tbq4Array
@@ -229,10 +229,17 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         begins_q = contiguous(call.cu_seqlens_q)
         begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
+        parts = states = None
+        if plan.num_splits > 1:
+            parts = cupy.empty(plan.out_partial_shape, cupy.float32)
+            states = cupy.empty((*parts.shape[:-1], 2), cupy.float32)
         params = params_of(
-            call, plan, out=out, lse=lse, kv_len=kv_len, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k, sinks=sinks
-        )
+            call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, cu_seqlens_q=begins_q,
+            cu_seqlens_k=begins_k, sinks=sinks,
+        )  # fmt: skip
         _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
+        if parts is not None:
+            _merge.launch(parts, states, out, lse)
     return out, lse
 
 
@@ -242,6 +249,8 @@ def params_of(
     *,
     out: Array,
     lse: Array | None,
+    parts: Array | None,
+    states: Array | None,
     kv_len: Array | None,
     cu_seqlens_q: Array | None,
     cu_seqlens_k: Array | None,
@@ -256,6 +265,8 @@ def params_of(
         Of ``call.problem``.
     out : array, shape ``call.out_shape``
     lse : array, shape of `out` without value_dim, float32, contiguous, or None
+    parts : array, shape ``plan.out_partial_shape``, float32, contiguous; or None for one split
+    states : array, shape of `parts` with 2 for value_dim, float32, contiguous, or None
     kv_len, cu_seqlens_q, cu_seqlens_k : array, int32, or None
         Those of `call`, where the kernel can read them; the latter two contiguous.
     sinks : array, shape (num_qo_heads,), float32, contiguous, or None
@@ -279,6 +290,7 @@ def params_of(
         "window_right": 0 if call.causal else right,  # causal is a window that ends at the query's own position
         "num_tiles": plan.num_tiles,
         "streams_at_once": plan.streams_at_once,
+        "num_splits": plan.num_splits,
         "softmax_scale_log2": call.softmax_scale * log2_e,
         "softcap_log2": call.softcap * log2_e,
         "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
@@ -286,7 +298,7 @@ def params_of(
     }
     arrays = {
         "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
-        "v_mean": v.mean, "out": out, "lse": lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "kv_len": kv_len, "page_table": call.page_table, "sinks": sinks,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())

@@ -1,7 +1,8 @@
 // prefill_mma.cu -- FlashAttention prefill with mma.sync: any number of query tokens, dense, ragged or paged keys.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   grid   a CTA for every tile of query rows of a KV head, in the order of find_work      block  NUM_WARPS * 32
+//   grid   a CTA for every tile of query rows of a KV head, in the order of find_work, and split of its keys
+//   block  NUM_WARPS * 32
 //   CTA    TILE_Q query rows of one KV head, row = token * group + head of the group: one K/V tile serves all its heads
 //   warp   whole tiles of 16 rows and their online softmax; with DIM_SPLITS > 1 that many warps have the same rows, and
 //          each a part of value_dim
@@ -461,10 +462,16 @@ struct Epilogue {
     const int own = at.row(r, c), first = at.row0 + r * 16 + 8 * c;
     const float keys_m = key_maximum(state, r, c, own), keys_l = state.l[r][c];
     float m = keys_m, l = keys_l;
-    if (p.sinks != nullptr) softmax::add_sink(__ldg(p.sinks + w.head(p, own)), m, l);
-    const float scale = softmax::inverse_sum(l) * softmax::weight(keys_m, m);
-    if (p.lse != nullptr && at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
-      p.lse[w.flat(p, own)] = softmax::lse(m, l);
+    if (p.sinks != nullptr && blockIdx.y == 0) softmax::add_sink(__ldg(p.sinks + w.head(p, own)), m, l);
+    const bool is_part = p.out_partial != nullptr;
+    const float scale = (is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m);
+    if (at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
+      if (is_part) {
+        const bool empty = m == neg_inf() && l == 0.f;
+        reinterpret_cast<float2*>(p.state_partial)[w.flat_part(p, own)] = make_float2(m, empty ? EMPTY_PART : l);
+      } else if (p.lse != nullptr) {
+        p.lse[w.flat(p, own)] = softmax::lse(m, l);
+      }
     }
     if constexpr (V::IN_ROTATED_DOMAIN) {
 #pragma unroll
@@ -476,6 +483,14 @@ struct Epilogue {
       const float own_keys = keys_l * scale;  // the keys' share of the weights, which a mean counts with
 #pragma unroll 1
       for (int g = 0; g < 8; ++g) restore_row(first + g, g, __shfl_sync(FULL_MASK, own_keys, g * 4));
+    } else if (is_part) {
+      if (own < w.num_rows) {
+        float* out = part_of(own) + 2 * at.t;
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; ++d) {
+          *reinterpret_cast<float2*>(out + d * 8) = make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
+        }
+      }
     } else {
       u8* tile = rows + at.dim_part * 8 * Row::ROW_BYTES;
 #pragma unroll
@@ -497,6 +512,10 @@ struct Epilogue {
   }
 
  private:
+  // Of a row, its split's part of the result.
+  __device__ __forceinline__ float* part_of(int row) const {
+    return p.out_partial + w.flat_part(p, row) * cfg::VALUE_DIM + at.dim_part * DIMS;
+  }
   // In float32, [8][DIMS].
   __device__ __forceinline__ float* place(int row, int dim) const {
     float* part = reinterpret_cast<float*>(rows) + at.dim_part * 8 * DIMS;
@@ -531,7 +550,12 @@ struct Epilogue {
 #pragma unroll
         for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + j);
       }
-      store4(reinterpret_cast<Elem*>(out) + dim, make_float4(x[i][0], x[i][1], x[i][2], x[i][3]));
+      const float4 y = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+      if (p.out_partial != nullptr) {
+        store4(part_of(row) + dim, y);
+      } else {
+        store4(reinterpret_cast<Elem*>(out) + dim, y);
+      }
     }
   }
 };

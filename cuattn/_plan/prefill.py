@@ -13,6 +13,9 @@ from cuattn._kinds import Dtype, KvFormat, formats_of
 from cuattn._plan.base import HEAD_DIMS, REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._problem import PrefillProblem, norm_bytes, row_bytes
 
+# Splits of keys: more of them take memory and time to merge; a shorter one would do little between its first copy and
+# its last store; and fewer are as good as the best within so much.
+_MAX_SPLITS, _MIN_SPLIT_KEYS, _NEAR_BEST = 8, 1024, 1.1
 # (head_dim, value_dim) of rows of elements.
 PREFILL_DIMS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128))
 # Norms of three tiles: of the one that is expanded, the one before for warps that are behind, and the one on its way.
@@ -242,11 +245,14 @@ class PrefillPlan:
     problem : PrefillProblem
     device : Device
     config : PrefillConfig
+    num_splits : int
+        Parts into which the keys of a tile of query rows are cut; more than one needs `merge`.
     """
 
     problem: PrefillProblem
     device: Device
     config: PrefillConfig
+    num_splits: int = 1
 
     @cached_property
     def num_tiles(self) -> int:
@@ -273,7 +279,13 @@ class PrefillPlan:
     def grid(self) -> tuple[int, int, int]:
         """Blocks of prefill_mma.cu."""
         p = self.problem
-        return (self.num_tiles * p.num_kv_heads * (1 if p.ragged else p.batch), 1, 1)
+        return (self.num_tiles * p.num_kv_heads * (1 if p.ragged else p.batch), self.num_splits, 1)
+
+    @cached_property
+    def out_partial_shape(self) -> tuple[int, ...]:
+        """Shape of the float32 partial outputs; their softmax states (m, l) have 2 for value_dim."""
+        p = self.problem
+        return (self.num_splits, p.batch, p.num_tokens, p.num_qo_heads, p.value_dim)
 
     @cached_property
     def block(self) -> tuple[int, int, int]:
@@ -282,8 +294,11 @@ class PrefillPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory beside the results: none, scores and probabilities stay in registers."""
-        return 0
+        """Bytes of partial outputs and their states; 0 for one split: scores and probabilities stay in registers."""
+        if self.num_splits == 1:
+            return 0
+        p = self.problem
+        return self.num_splits * p.total_tokens * p.num_qo_heads * (p.value_dim + 2) * 4
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
@@ -297,16 +312,36 @@ class PrefillPlan:
             f"  kernel     prefill_mma: {c.tile_q} query rows x {c.tile_kv} keys, {c.num_warps} warps of {rows} rows, ",
             f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
-            f"  work       {p.flops / 1e9:.2f} GFLOP without masks, no workspace",
+            f"  splits     {self.num_splits}, {self.workspace_bytes} bytes of workspace",
+            f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
         ]
         lines[1] += f"{p.dtype.value}{kv}, up to {p.max_kv_len} keys"
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
         return "\n".join(lines)
 
 
+def choose_splits(problem: PrefillProblem, config: PrefillConfig, device: Device) -> int:
+    """Choose into how many parts the keys are cut: the fewest that keep the GPU busy where query rows do not.
+
+    Parts of ragged sequences would be merged for rows that have no result, so these are not cut.
+    """
+    rows = ceil_div(problem.num_tokens * problem.group, config.tile_q)
+    ctas = rows * problem.num_kv_heads * problem.batch
+    at_once = config.ctas_per_sm * device.num_sms
+    longest = min(_MAX_SPLITS, problem.max_kv_len // _MIN_SPLIT_KEYS)
+    if problem.ragged or ctas == 0 or ctas >= at_once or longest <= 1:
+        return 1
+
+    def time(splits: int) -> float:  # of parts of equal length, one after the other on each place
+        return ceil_div(splits * ctas, at_once) / splits
+
+    best = min(time(s) for s in range(1, longest + 1))
+    return next(s for s in range(1, longest + 1) if time(s) <= _NEAR_BEST * best)
+
+
 @lru_cache(maxsize=1024)
-def prefill_plan(problem: PrefillProblem, device: Device) -> PrefillPlan:
-    """Plan one prefill call.
+def prefill_plan(problem: PrefillProblem, device: Device, num_splits: int | None = None) -> PrefillPlan:
+    """Plan one prefill call, with `num_splits` or with as many as `choose_splits` says.
 
     Raises
     ------
@@ -315,4 +350,4 @@ def prefill_plan(problem: PrefillProblem, device: Device) -> PrefillPlan:
     """
     dims = (problem.head_dim, problem.value_dim)
     config = prefill_config(problem.dtype, problem.k_format, problem.v_format, dims, device)
-    return PrefillPlan(problem, device, config)
+    return PrefillPlan(problem, device, config, num_splits or choose_splits(problem, config, device))

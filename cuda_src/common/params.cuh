@@ -98,6 +98,8 @@ struct PrefillParams {
   const float* v_mean;      // as k_mean
   u8* out;                  // as q, value_dim
   float* lse;               // as q without head_dim, contiguous, natural log; null: not wanted
+  float* out_partial;       // [num_splits, batch, num_tokens, num_qo_heads, value_dim]; null: one split, which is out
+  float* state_partial;     // the same without value_dim, 2: (m, l) of a split; l = -1: empty, whatever its out holds
   const int* cu_seqlens_q;  // [batch + 1], where the tokens of each sequence begin; null: not ragged
   const int* cu_seqlens_k;  // [batch + 1], as cu_seqlens_q; null: pages
   const int* kv_len;        // [batch], tokens; null: capacity
@@ -135,9 +137,11 @@ struct PrefillParams {
   int window_right;
   int num_tiles;             // of query rows, of a sequence or of all ragged ones
   int streams_at_once;       // KV heads, or KV heads of sequences, whose tiles are worked on together
+  int num_splits;            // parts into which the keys that a CTA's rows see are cut
   float softmax_scale_log2;  // softmax_scale * log2(e)
   float softcap_log2;        // softcap * log2(e); 0: none
   float scale_over_softcap;  // softmax_scale / softcap
+  int reserved;
 };
 
 struct QuantizeParams {

@@ -21,6 +21,16 @@ struct Work : KeyTiles {
   int kv_len;
   Divisor page_size;
 
+  // Leaves part `split` of `splits` of these keys, of whole tiles.
+  __device__ __forceinline__ void cut(int split, int splits) {
+    const int tiles = (hi - begin + cfg::TILE_KV - 1) / cfg::TILE_KV, of_part = (tiles + splits - 1) / splits;
+    const int first = split * of_part;
+    begin += first * cfg::TILE_KV;
+    lo = max(lo, begin);
+    hi = max(lo, min(hi, begin + of_part * cfg::TILE_KV));
+    full.lo = max(0, full.lo - first);
+    full.hi = max(0, min(full.hi - first, of_part));
+  }
   // The rows that pad a tile see what the last one sees.
   __device__ __forceinline__ int index(int row) const { return row0 + min(row, num_rows - 1); }
   __device__ __forceinline__ int token(const PrefillParams& p, int row) const { return index(row) / p.group; }
@@ -41,6 +51,10 @@ struct Work : KeyTiles {
   __device__ __forceinline__ i64 flat(const PrefillParams& p, int row) const {
     const i64 first = p.cu_seqlens_q != nullptr ? q0 : static_cast<i64>(batch) * p.num_tokens;
     return (first + token(p, row)) * p.num_qo_heads + head(p, row);
+  }
+  // Index of a row in state_partial.
+  __device__ __forceinline__ i64 flat_part(const PrefillParams& p, int row) const {
+    return static_cast<i64>(blockIdx.y) * p.batch * p.num_tokens * p.num_qo_heads + flat(p, row);
   }
   // With all of `k` and `v` in page 0 where there is no table.
   __device__ __forceinline__ PagedRows pages(const PrefillParams& p) const {
@@ -135,6 +149,7 @@ __device__ __forceinline__ bool find_work(const PrefillParams& p, Work& w) {
   w.begin = w.lo / cfg::TILE_KV * cfg::TILE_KV;
   w.full.lo = (max(0, last.lo - w.begin) + cfg::TILE_KV - 1) / cfg::TILE_KV;
   w.full.hi = max(0, first.hi - w.begin) / cfg::TILE_KV;
+  w.cut(static_cast<int>(blockIdx.y), p.num_splits);
   return true;
 }
 

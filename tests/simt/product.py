@@ -99,9 +99,10 @@ def prefill_arrays(
     device_lengths: Mapping[str, np.ndarray] | None = None,
     memory: Sequence[np.ndarray] | None = None,
     changes: Mapping[str, Any] | None = None,
+    num_splits: int | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run prefill_mma.cu on NumPy arrays; results, unless `out` is given, start as NaN.
+    """Run prefill_mma.cu, and merge.cu for more than one split, on NumPy arrays; results, unless `out` is given, start as NaN.
 
     `device_lengths` are what the kernel reads as kv_len or cu_seqlens, without the checks that lengths on the host get.
     `memory` is what it may read instead of all of q, k and v. `changes` are of fields of its config.
@@ -112,19 +113,27 @@ def prefill_arrays(
         Shapes as `cuattn.prefill` would return them.
     """
     call = _check.prefill(*arrays, **options)
-    plan = _plan.prefill_plan(call.problem, device)
+    plan = _plan.prefill_plan(call.problem, device, num_splits)
     plan = replace(plan, config=replace(plan.config, **(changes or {})))
     out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out
     lse = np.full(call.out_shape[:-1], np.nan, np.float32)
     lengths = {name: getattr(call, name) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
-    params = _prefill.params_of(call, plan, out=out, lse=lse, sinks=sinks, **(lengths | dict(device_lengths or {})))
+    parts = states = None
+    if plan.num_splits > 1:
+        parts = np.full(plan.out_partial_shape, np.nan, np.float32)
+        states = np.full((*parts.shape[:-1], 2), np.nan, np.float32)
+    params = _prefill.params_of(
+        call, plan, out=out, lse=lse, parts=parts, states=states, sinks=sinks, **(lengths | dict(device_lengths or {}))
+    )
     if out.size:
         planes = [x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None]
         build(plan.config, patches).launch(
             "prefill_mma_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed,
             memory=[call.q, *planes] if memory is None else memory,
         )  # fmt: skip
+        if parts is not None:
+            merge_arrays(parts, states, out, lse, seed=seed)
     return (out[0], lse[0]) if call.ragged else (out, lse)
 
 

@@ -689,5 +689,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_WARPS* WARP, cfg::CTAS_PER_SM)
     prefill_mma_kernel(const __grid_constant__ PrefillParams p) {
-  prefill(p, *reinterpret_cast<Smem*>(ptx::dynamic_smem()));
+  u8* smem = ptx::dynamic_smem();
+  if (cfg::HOLD_BASE) smem = ptx::opaque_shared(smem);
+  prefill(p, *reinterpret_cast<Smem*>(smem));
 }

@@ -22,24 +22,20 @@ struct PageTable {
   }
 };
 
-// The same for kernels that look up many positions: without a table successive positions are successive rows of page 0.
+// The same for kernels that look up many positions. Without a table successive positions are successive rows.
 struct PagedRows {
-  const u8* table;  // this sequence's entries, or null
-  i64 stride;       // bytes
-  Divisor size;     // tokens of a page
+  bool are_there;
+  const u8* table;        // this sequence's entries
+  i64 stride;             // bytes
+  const Divisor& divide;  // by the tokens of a page
 
+  __device__ __forceinline__ int size() const { return static_cast<int>(divide.divisor); }
   // The page that holds `position`, and where in it.
   __device__ __forceinline__ int find(int position, int& slot) const {
-    slot = position;
-    if (table == nullptr) return 0;
     u32 rest;
-    const u32 page = size.divide(static_cast<u32>(position), rest);
+    const u32 page = divide.divide(static_cast<u32>(position), rest);
     slot = static_cast<int>(rest);
     return __ldg(reinterpret_cast<const int*>(table + stride * page));
-  }
-  // Whether this and the `count` - 1 positions that follow the one in `slot` are in one page.
-  __device__ __forceinline__ bool together(int slot, int count) const {
-    return table == nullptr || slot + count <= static_cast<int>(size.divisor);
   }
 };
 

@@ -56,11 +56,9 @@ struct Work : KeyTiles {
   __device__ __forceinline__ i64 flat_part(const PrefillParams& p, int row) const {
     return static_cast<i64>(blockIdx.y) * p.batch * p.num_tokens * p.num_qo_heads + flat(p, row);
   }
-  // With all of `k` and `v` in page 0 where there is no table.
   __device__ __forceinline__ PagedRows pages(const PrefillParams& p) const {
     const u8* table = reinterpret_cast<const u8*>(p.page_table);
-    return {table == nullptr ? nullptr : table + batch * p.page_table_stride_batch, p.page_table_stride_page,
-            page_size};
+    return {table != nullptr, table + batch * p.page_table_stride_batch, p.page_table_stride_page, page_size};
   }
   // The first row of this KV head among those of a plane, as `k` and `v`.
   __device__ __forceinline__ const u8* first_row(const PrefillParams& p, const u8* plane, int k0, i64 stride_page,

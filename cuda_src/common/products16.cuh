@@ -46,8 +46,8 @@ struct Products16 {
     }
   }
 
-  // o += P V of N * 8 keys; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later keys stand
-  // beside products of earlier ones; beside(step, STEPS) as in multiply_k.
+  // o += P V of N * 8 keys; weigh(r, n) gives the weights of row tile r and key tile n, so that exponentials of later
+  // keys stand beside products of earlier ones; beside(step, STEPS) as in multiply_k.
   template <int N, class Weigh, class Beside>
   static __device__ __forceinline__ void multiply_v(float (&o)[ROW_TILES][DIM_TILES][4], const u8* values, u32 v_at,
                                                     Weigh weigh, Beside beside) {

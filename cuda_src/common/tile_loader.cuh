@@ -8,14 +8,19 @@
 // Where the rows of one KV head of a sequence lie.
 struct RowPlane {
   const u8* base;
-  i64 stride_page, stride_token;
+  i64 stride_page;
+  int stride_token;  // bytes, which 32 bits hold: one instruction makes an address then
 
+  __device__ __forceinline__ RowPlane(const u8* first, i64 page_bytes, i64 token_bytes)
+      : base(first), stride_page(page_bytes), stride_token(static_cast<int>(token_bytes)) {}
+  // Bytes from a row to the one `tokens` further on.
+  __device__ __forceinline__ i64 span(int tokens) const { return static_cast<i64>(tokens) * stride_token; }
   // Bytes from `base` to a row.
-  __device__ __forceinline__ i64 offset(int page, int token) const { return page * stride_page + token * stride_token; }
   __device__ __forceinline__ i64 offset_of(const PagedRows& pages, int key) const {
+    if (!pages.are_there) return span(key);
     int slot;
     const int page = pages.find(key, slot);
-    return offset(page, slot);
+    return page * stride_page + span(slot);
   }
 };
 
@@ -49,17 +54,20 @@ struct TileLoader {
                                               const KeyTiles& keys, int key0, const void* readable) {
     const int row0 = threadIdx.x / Rows::PERIOD, chunk = threadIdx.x % Rows::PERIOD;
     u8* target = tile + Rows::offset(row0, chunk);
-    int slot = 0, page = 0;
+    const u8* source = plane.base + chunk * 16;
+    int slot = key0;
     bool together = key0 >= keys.lo && key0 + cfg::TILE_KV <= keys.hi;
-    if (together) page = pages.find(key0, slot);
-    together &= pages.together(slot, cfg::TILE_KV);
+    if (together && pages.are_there) {
+      source += pages.find(key0, slot) * plane.stride_page;
+      together = slot + cfg::TILE_KV <= pages.size();
+    }
     if (together) {
-      const u8* source = plane.base + plane.offset(page, slot + row0) + chunk * 16;
+      source += plane.span(slot + row0);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) copy_row(target, source, true);
-        source += ROWS_AT_ONCE * plane.stride_token;
-        target += ROWS_AT_ONCE * Rows::ROW_BYTES;
+        if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) {
+          copy_row(target + step * ROWS_AT_ONCE * Rows::ROW_BYTES, source + plane.span(step * ROWS_AT_ONCE), true);
+        }
       }
       return;
     }
@@ -77,8 +85,8 @@ struct TileLoader {
         mine = offset_of(plane, pages, keys, key + step * ROWS_AT_ONCE);
       }
       const bool valid = mine != NOWHERE;
-      const u8* source = valid ? plane.base + mine + chunk * 16 : static_cast<const u8*>(readable);
-      if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) copy_row(target, source, valid);
+      const u8* row = valid ? plane.base + mine + chunk * 16 : static_cast<const u8*>(readable);
+      if (ALL_BUSY || row0 + step * ROWS_AT_ONCE < cfg::TILE_KV) copy_row(target, row, valid);
       target += ROWS_AT_ONCE * Rows::ROW_BYTES;
     }
   }

@@ -231,7 +231,7 @@ FAULTS = {
         "const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
     ),
     # Orders that two policies must share
-    "another order of rows in K of 16 bits": in_format("raw16", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
+    "another order of rows in K of 16 bits": in_format("raw", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
     "another order of rows in V of 16 bits": in_format(
         "raw16", RAW, "row(tile_row(lane % 8 + lane / 16 * 8))", "row(lane % 8 + lane / 16 * 8)"
     ),

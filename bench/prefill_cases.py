@@ -27,6 +27,8 @@ OTHER_SHAPES = (
     ((16, 16, 192, 128), 8192),
     ((16, 4, 512, 512), 4096),
 )
+# float32, whose products take three of TF32: without others, which multiply as they like.
+FLOAT_SHAPES, FLOAT_LENGTHS = PROMPT_SHAPES[:2], (4096, 8192)
 # Where a window saves most of the work: cost is to go by the window, not by the prompt.
 LONG_PROMPT, WINDOW = 32768, (1024, None)
 # Chunks of a long prompt, or a further turn of a conversation: new tokens, and what the cache holds, these included.
@@ -67,11 +69,11 @@ class PrefillCase:
     num_qo_heads, num_kv_heads, head_dim, value_dim : int
     causal : bool
     window : tuple (left, right), optional
-    dtype : {"bfloat16", "float16"}
+    dtype : {"bfloat16", "float16", "float32"}
     page_size : int, optional
         None for dense keys and values; pages are shuffled.
     formats : {"raw16", "tbq4"}
-        Of keys and values.
+        Of keys and values; rows of elements are of the dtype.
     has_peers : bool
         Whether others are timed too; `seqlen_q` is `kv_len` then, since they align masks differently.
     """
@@ -119,9 +121,10 @@ class PrefillCase:
     @property
     def problem(self) -> _plan.PrefillProblem:
         """The same as a problem for plans."""
-        k_format, v_format = FORMATS[self.formats]
+        dtype = _plan.Dtype(self.dtype)
+        k_format, v_format = _plan.formats_of(dtype) * 2 if self.dtype == "float32" else FORMATS[self.formats]
         return _plan.PrefillProblem(
-            dtype=_plan.Dtype(self.dtype),
+            dtype=dtype,
             k_format=k_format,
             v_format=v_format,
             batch=self.batch,
@@ -180,10 +183,7 @@ def _prompt(
 
 
 def prefill_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list[PrefillCase]:
-    """Return the cases; `page_size` is that of paged caches.
-
-    float32 has none: on a GPU `cuattn.prefill` takes 16-bit arrays only.
-    """
+    """Return the cases; `page_size` is that of paged caches."""
     prompts = [
         _prompt(shape, length, causal=causal, dtype=dtype, has_peers=True)
         for shape in PROMPT_SHAPES
@@ -194,6 +194,12 @@ def prefill_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list
     prompts += [
         _prompt(PROMPT_SHAPES[1], OTHER_DTYPE_LENGTH, causal=causal, dtype=other_dtype, has_peers=True)
         for causal in (True, False)
+    ]
+    prompts += [
+        _prompt(shape, length, causal=causal, dtype="float32")
+        for shape in FLOAT_SHAPES
+        for causal in (True, False)
+        for length in FLOAT_LENGTHS
     ]
     others = [
         _prompt(shape, length, causal=causal, dtype=dtype) for shape, length in OTHER_SHAPES for causal in (True, False)

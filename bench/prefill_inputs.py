@@ -12,7 +12,7 @@ import numpy as np
 import cuattn
 from cuattn import _arrays, _plan, reference
 
-from .cases import DTYPES
+from .cases import DTYPES as DTYPES16
 from .inputs import ByRaw16, WrongResultError, normal, to_host
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from .prefill_cases import PrefillCase
 
+DTYPES = DTYPES16 | {"float32": np.dtype(np.float32)}
+# Of float32, relative to the largest value: scores of some 10 err by 2^-22 of their size or less, so weights do.
+_FLOAT_ERROR = 2.0**-16
 # Seeds of a set's q, K and V, further apart than an array has elements.
 _SEED = 2**32
 # Rounding to nearest in float32, relative.
@@ -176,7 +179,7 @@ class PrefillInputs:
         weights = cupy.exp(scores - largest)
         total = weights.sum(axis=1, keepdims=True)
         out = to_host((weights[:, :, None] * v).sum(axis=1) / total)
-        relative = ByRaw16(out, case.dtype).relative
+        relative = _FLOAT_ERROR if case.dtype == "float32" else ByRaw16(out, case.dtype).relative
         # Of a score, and of every sum on the way to it.
         size = float(cupy.sqrt(((q * q).sum(axis=-1)).max() * (k * k).sum(axis=-1).max())) * scale
         # The sums of the tensor cores, 16 products at a time and truncated; that of the weights. With TBQ4 also the

@@ -40,17 +40,17 @@ def decode(
 
     Parameters
     ----------
-    q : array, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim), float16 or bfloat16
-        Queries of the newest token, or of up to 16 tokens. head_dim is 64, 96, 128, 192, 256 or 512; 1 to 64 query
-        heads share a KV head. Rows (the last axis) are contiguous and start at multiples of 16 bytes; other axes may
-        have any stride, here and in the caches and `out`.
+    q : array, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)
+        Queries of the newest token, or of up to 16 tokens, float16, bfloat16 or float32. head_dim is 64, 96, 128, 192,
+        256 or 512; 1 to 64 query heads share a KV head. Rows (the last axis) are contiguous and start at multiples of
+        16 bytes; other axes may have any stride, here and in the caches and `out`.
     k_cache, v_cache : array of the dtype of `q`, or Tbq4Array; shape (num_pages, page_size, num_kv_heads, head_dim)
         Keys and values. Without `page_table` page ``b`` is all of sequence ``b``: (batch, capacity, num_kv_heads,
-        head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included. Each of
-        the two may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at
-        multiples of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The keys and values attended
-        to are those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their
-        mean, and out has the mean of the values times the keys' share of the weights.
+        head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included. Beside
+        `q` in 16 bits each of the two may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512;
+        rows of codes start at multiples of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The
+        keys and values attended to are those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are
+        those of keys with their mean, and out has the mean of the values times the keys' share of the weights.
     kv_len : array, shape (batch,), int32, or int, or sequence of int
         Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a
         captured CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are
@@ -107,7 +107,7 @@ def decode(
 
     Notes
     -----
-    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
+    NumPy arrays (float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
     or ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
     synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from
     CuPy's pool if there is more than one split, and a little more with rows kept in 16 bits, whose one or two launches

@@ -26,13 +26,13 @@ class KvFormat(Enum):
     TBQ4 = "tbq4"
 
 
-def formats_of(dtype: Dtype) -> tuple[KvFormat, ...]:
-    """Formats that K and V may have, each by itself, beside queries of a dtype."""
-    return (KvFormat.RAW32,) if dtype is Dtype.FP32 else (KvFormat.RAW16, KvFormat.TBQ4)
-
-
 class Parts(Enum):
     """What comes with a partial result, see ``cuda_src/common/types.cuh``."""
 
     LSE = "lse"
     STATE = "state"
+
+
+def formats_of(dtype: Dtype) -> tuple[KvFormat, ...]:
+    """Return the formats that K and V may have, each by itself, beside queries of a dtype."""
+    return (KvFormat.RAW32,) if dtype is Dtype.FP32 else (KvFormat.RAW16, KvFormat.TBQ4)

@@ -44,9 +44,9 @@ def prefill(
     Parameters
     ----------
     q : array, shape (batch, seqlen_q, num_qo_heads, head_dim) or (total_q, num_qo_heads, head_dim)
-        Queries, float16 or bfloat16: dense, or with `cu_seqlens_q` ragged, the tokens of all sequences one after the
-        other. head_dim is 64, 96, 128, 192, 256 or 512. Rows (the last axis) are contiguous and start at multiples of
-        16 bytes; other axes may have any stride, here and in `k`, `v` and `out`.
+        Queries, float16, bfloat16 or float32: dense, or with `cu_seqlens_q` ragged, the tokens of all sequences one
+        after the other. head_dim is 64, 96, 128, 192, 256 or 512. Rows (the last axis) are contiguous and start at
+        multiples of 16 bytes; other axes may have any stride, here and in `k`, `v` and `out`.
     k, v : array of the dtype of `q`, or Tbq4Array
         Keys of head_dim and values of value_dim elements: the same number, or 192 and 128. Both lie in the same way::
 
@@ -55,10 +55,10 @@ def prefill(
             paged    (num_pages, page_size, num_kv_heads, dim) with `page_table` and `kv_len`
 
         and each of these goes with dense and with ragged `q`. num_kv_heads divides num_qo_heads. What lies at or past
-        `kv_len`, or in pages that are not used, may be anything, NaN included. Each of the two may be rows in TBQ4,
-        whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at multiples of 16 bytes, and rows
-        of norms at multiples of their size or of 8 bytes. The keys and values attended to are those of `dequantize`,
-        the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their mean.
+        `kv_len`, or in pages that are not used, may be anything, NaN included. Beside `q` in 16 bits each of the two
+        may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at multiples
+        of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The keys and values attended to are
+        those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their mean.
     causal : bool, default False
         Whether a token sees only keys up to its own position ``p``.
     window : tuple (left, right), optional
@@ -114,7 +114,7 @@ def prefill(
 
     Notes
     -----
-    NumPy arrays (float32 and float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
+    NumPy arrays (float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
     or ``__cuda_array_interface__``, run one kernel on the arrays' device and its current CuPy stream, without
     synchronizing and without workspace, and come back as CuPy arrays. The same call gives the same bits every time.
 
@@ -125,6 +125,9 @@ def prefill(
     afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
     stream. `out` must not share memory with the other arrays, and must be writable memory, which CuPy does not check
     for others' arrays.
+
+    float32 keeps float32 accuracy: tensor cores multiply each float in two parts, and infinities and NaN are met by
+    ordinary sums, which take much longer.
 
     Rows in TBQ4 are never written out in 16 bits. On their way into tensor cores levels times norms are rounded to
     float16 once, with a power of two for each tile of keys, where `decode` multiplies scores and probabilities by norms

@@ -175,7 +175,8 @@ class Problem(_Call):
         Standard normal; the largest scores in the last keys; scores of size 1e4; all scores of a row equal; rows of V
         with norms from 5e-6 to 6e4, in one of three sequences all tiny, in one the last of them large.
     seed : int
-    k_format, v_format : {"raw16", "tbq4"}
+    k_format, v_format : {"raw16", "raw32", "tbq4"}
+        Rows of elements have the dtype, whichever of the first two stands here.
     means : bool
         Whether K and V have channels with an offset each, which rows in TBQ4 are stored without.
     num_sink, num_recent : int
@@ -341,7 +342,7 @@ class PrefillProblem(_Call):
         Dense: all sequences have as many keys. Padded: with lengths. Paged: the pages of a sequence are scattered.
     page_size : int
         If paged.
-    dtype : {"float16", "bfloat16"}
+    dtype : {"float16", "bfloat16", "float32"}
     causal, window, softcap, sinks
         As in `cuattn.prefill`; with more than one query head, the last of the sinks is -inf.
     values : {"normal", "late_max", "rising", "huge", "equal", "tiny_v"}

@@ -25,8 +25,8 @@ term too, which is far below an ulp of a 16-bit out for scores of ordinary size.
 Floats, the same law. A score is a sum of 8 products at a time, cut off to float32, and float32 sums of those: one
 rounding for every 8. Each product is that of two parts of each factor but for the smaller ones: 2^-24 of it or so, as
 its rounding to float32 would be, which sums of magnitudes are far above. As out has 24 bits, a relative error of 2^-22
-of each weight shows, which ex2.approx has: it may change out by twice that of max|v|. A product without one of the small
-parts has errors of 2^-12 of it, above all of these (`tests/simt/test_prefill_faults.py`).
+of each weight shows, which ex2.approx has: it may change out by twice that of max|v|. A product without one of the
+small parts has errors of 2^-12 of it, above all of these (`tests/simt/test_prefill_faults.py`).
 
 Keys in TBQ4 are multiplied in the rotated domain, with a query that is rotated in float32 and rounded to float16.
 

@@ -62,7 +62,7 @@ def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode`, `prefill` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
     for dtype in Dtype:
-        for formats in product(formats_of(dtype), repeat=2):
+        for formats in product(formats_of(dtype), formats_of(dtype)):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
             configs += [
                 config_of(dtype, *formats, head_dim, 1, device, tile_heads=heads)

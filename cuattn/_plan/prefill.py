@@ -242,7 +242,7 @@ def prefill_configs(device: Device) -> list[PrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     configs = []
     for dtype in Dtype:
-        for formats in product(formats_of(dtype), repeat=2):
+        for formats in product(formats_of(dtype), formats_of(dtype)):
             configs += [prefill_config(dtype, *formats, dims, device) for dims in _tiles(*formats)]
     return configs
 

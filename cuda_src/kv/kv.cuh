@@ -16,7 +16,7 @@
 //                           get_values and operand_row for Values (common/decode_floats.cuh)
 //   dim(mb, g, upper)       head_dim of the rows of V's operands
 //   O_STRIDE, o_place, store_o    rows of O in shared memory
-//   value, all_finite       for tiles in which a row may not see every key; formats without norms only
+//   value, all_finite       for tiles in which a row may not see every key; formats without norms only, floats no value
 #ifndef CUATTN_KV_KV_CUH
 #define CUATTN_KV_KV_CUH
 #include "kv/raw16.cuh"

@@ -34,11 +34,6 @@ struct Raw32 : RawRows<Tile32<HEAD_DIM>, HEAD_DIM> {
     }
   }
 
-  // One element of a tile.
-  static __device__ __forceinline__ float value(const u8* tile, int row, int dim) {
-    return *reinterpret_cast<const float*>(tile + Tile::offset(row, dim / 4) + dim % 4 * 4);
-  }
-
   // Whether all elements of a tile of `rows` are the sum of two parts (common/tf32.cuh): neither infinite nor NaN, nor
   // among the largest floats. The answer is the same in all lanes.
   static __device__ __forceinline__ bool all_finite(const u8* tile, int rows, int lane) {

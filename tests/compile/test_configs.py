@@ -16,7 +16,10 @@ def unique(device):
     configs = list(dict.fromkeys(_plan.shipped_configs(device)))
     if device.arch == "sm_90a":
         return configs
-    fp16 = _plan.Dtype.FP16
+    fp16, fp32 = _plan.Dtype.FP16, _plan.Dtype.FP32
+    # Tiles and registers of floats are those of sm_86.
+    if device.arch == "sm_89":
+        configs = [c for c in configs if c.kernel not in {"decode", "prefill_mma"} or c.dtype is not fp32]
     # With a larger table of means fewer CTAs share the registers.
     alike = {
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,

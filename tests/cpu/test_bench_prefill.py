@@ -153,7 +153,7 @@ def test_bytes_are_those_of_every_array_once():
 def test_no_case_is_measured_twice():
     for options in ({}, {"dtype": "float16"}, {"page_size": 16}):
         found = prefill_cases.prefill_cases(**options)
-        assert len(found) == len(set(found)) == len({case.name for case in found}) == 24 + 2 + 8 + 2 + 36
+        assert len(found) == len(set(found)) == len({case.name for case in found}) == 24 + 2 + 8 + 8 + 2 + 36
 
 
 def test_cases_cover_what_the_topic_promises():
@@ -161,7 +161,7 @@ def test_cases_cover_what_the_topic_promises():
 
     assert {case.batch * case.seqlen_q for case in found if case.seqlen_q == case.kv_len} == {16384, 32768}
     assert {(c.head_dim, c.value_dim) for c in found} == set(_plan.PREFILL_DIMS)
-    assert {case.dtype for case in found} == {"bfloat16", "float16"}
+    assert {case.dtype for case in found} == {"bfloat16", "float16", "float32"}
     names = {case.name for case in found}
     for name in (
         "d64-b8-q2048-kv2048-causal", "d256-b1-q16384-kv16384-full", "d128-b2-q8192-kv8192-causal-fp16",

@@ -491,9 +491,13 @@ def test_plan_decode_names_the_devices_it_knows(device: Any) -> None:
 
 
 def test_plan_decode_plans_only_dtypes_that_have_a_kernel() -> None:
-    changes = {"q": single(2, 4, 64), **caches(2, 10, 2, 64, dtype=np.float32)}
-    words = ("q", "float32", "float16", "bfloat16")
+    changes = {"q": np.zeros((2, 4, 64)), **caches(2, 10, 2, 64, dtype=np.float64)}
+    words = ("q", "float64", "float16", "bfloat16", "float32")
     assert_refused(cuattn.plan_decode, dense(), Bad("", changes, TypeError, words))
+    for name in ("k_cache", "v_cache"):
+        changes = {"q": single(2, 4, 64), **caches(2, 10, 2, 64, dtype=np.float32), name: tbq4(2, 10, 2, 64)}
+        words = (f"q must be float16 or bfloat16 with {name} in TBQ4, got float32",)
+        assert_refused(cuattn.plan_decode, dense(), Bad("", changes, TypeError, words))
 
 
 @named(PARTS)

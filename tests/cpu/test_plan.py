@@ -18,10 +18,11 @@ devices = st.sampled_from(list(DEVICES.values()))
 @st.composite
 def planned(draw):
     """Draw a problem of any formats, with a head_dim that they have, and a device."""
-    formats = draw(st.sampled_from(list(product(KvFormat, KvFormat))))
+    dtype = draw(st.sampled_from(list(Dtype)))
+    formats = draw(st.sampled_from(list(product(_plan.formats_of(dtype), _plan.formats_of(dtype)))))
     num_kv_heads = draw(st.integers(1, 64))
     problem = DecodeProblem(
-        draw(st.sampled_from((Dtype.FP16, Dtype.BF16))),
+        dtype,
         *formats,
         batch=draw(st.integers(1, 300)),
         seqlen_q=draw(st.integers(1, _plan.MAX_SEQLEN_Q)),

@@ -249,7 +249,7 @@ def test_values_that_overflow_the_dtype_of_out_are_infinite() -> None:
 
 @pytest.mark.parametrize("device", [None, *DEVICES])
 @pytest.mark.parametrize("dims", _plan.PREFILL_DIMS, ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_plan_can_be_printed_for_all_dims_and_devices(dtype: str, dims: tuple[int, int], device: str | None) -> None:
     q, k, v = (
         np.empty((2, 1000, heads, dim), DTYPES[dtype]) for heads, dim in ((24, dims[0]), (4, dims[0]), (4, dims[1]))
@@ -259,7 +259,7 @@ def test_a_plan_can_be_printed_for_all_dims_and_devices(dtype: str, dims: tuple[
     known = DEVICES[device or "sm_90a"]
     assert plan.device == known
     assert plan.problem == _plan.PrefillProblem(
-        _plan.Dtype(dtype), *(_plan.KvFormat.RAW16,) * 2, 2, 1000, 24, 4, *dims, max_kv_len=1000
+        _plan.Dtype(dtype), *(_plan.formats_of(_plan.Dtype(dtype))[0],) * 2, 2, 1000, 24, 4, *dims, max_kv_len=1000
     )
     text = str(plan)
     for word in (known.name, dtype, *map(str, dims), "1000 keys"):

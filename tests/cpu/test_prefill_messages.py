@@ -345,12 +345,14 @@ def test_plan_prefill_does_not_read_contents(call: dict[str, Any], bad: Bad) -> 
     assert cuattn.plan_prefill(**{**call, **bad.changes}).grid[0] >= 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_plan_prefill_plans_only_dtypes_that_have_a_kernel(dtype: str) -> None:
-    changes = {name: x.astype(dtype) for name, x in dense().items()}
-    assert_refused(
-        cuattn.plan_prefill, dense(), Bad("", changes, TypeError, f"q must be float16 or bfloat16, got {dtype}")
-    )
+def test_plan_prefill_plans_only_dtypes_that_have_a_kernel() -> None:
+    changes = {name: x.astype(np.float64) for name, x in dense().items()}
+    message = "q must be float16 or bfloat16 or float32, got float64"
+    assert_refused(cuattn.plan_prefill, dense(), Bad("", changes, TypeError, message))
+    for name in "kv":
+        changes = {n: x.astype(np.float32) for n, x in dense().items()} | {name: tbq4(2, 10, 2, 64)}
+        message = f"q must be float16 or bfloat16 with {name} in TBQ4, got float32"
+        assert_refused(cuattn.plan_prefill, dense(), Bad("", changes, TypeError, message))
 
 
 @pytest.mark.parametrize("device", ["sm_70", "H200", 90])

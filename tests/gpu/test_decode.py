@@ -35,7 +35,7 @@ from tolerance import assert_call, assert_decode, assert_rows, expected
 
 import cuattn
 
-DTYPE_NAMES = ("float16", "bfloat16")
+DTYPE_NAMES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
 PAGE_SIZES = (None, 1, 2, 3, 16, 64, 100, 256)

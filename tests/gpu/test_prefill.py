@@ -41,12 +41,16 @@ from cuattn import Tbq4Array
 DTYPE_NAMES = ("float16", "bfloat16")
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (512, 512))
 TBQ4_DIMS = (64, 128, 256, 512)
-RAW = ("raw16", "raw16")
+RAW, FLOATS = ("raw16", "raw16"), ("raw32", "raw32")
 FORMATS = (("tbq4", "tbq4"), ("tbq4", "raw16"), ("raw16", "tbq4"))
 GROUPS = (*range(1, 9), 12, 16, 33, 64)
 PAGE_SIZES = (1, 2, 3, 16, 64, 100, 256)
 GIB = 1 << 30
-KERNELS = (*product(DTYPE_NAMES, (RAW,), DIMS), *product(DTYPE_NAMES, FORMATS, ((dim, dim) for dim in TBQ4_DIMS)))
+KERNELS = (
+    *product(DTYPE_NAMES, (RAW,), DIMS),
+    *product(("float32",), (FLOATS,), DIMS),
+    *product(DTYPE_NAMES, FORMATS, ((dim, dim) for dim in TBQ4_DIMS)),
+)
 every_kernel = pytest.mark.parametrize(("dtype", "formats", "dims"), KERNELS, ids=str)
 # Many query tokens to few, more queries than keys, and sequences without either.
 MIXED = ((150, 500), (0, 9), (7, 0), (130, 131), (70, 33))
@@ -60,7 +64,7 @@ all_layouts = pytest.mark.parametrize("problem", [PAGED, DENSE, CODES], ids=["pa
 def of(dtype: str, formats: tuple[str, str], dims: tuple[int, int], **fields: Any) -> PrefillProblem:
     return PrefillProblem(
         dtype=dtype, k_format=formats[0], v_format=formats[1], head_dim=dims[0], value_dim=dims[1],
-        means=formats != RAW, **{"num_kv_heads": 2, "group": 3, **fields},
+        means="tbq4" in formats, **{"num_kv_heads": 2, "group": 3, **fields},
     )  # fmt: skip
 
 
@@ -96,6 +100,7 @@ def test_any_problem_obeys_the_error_law(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "formats", "head_dim"), [
     ("float16", RAW, 64), ("bfloat16", RAW, 128), ("bfloat16", FORMATS[0], 64), ("float16", FORMATS[1], 128),
+    ("float32", FLOATS, 64), ("float32", FLOATS, 128),
 ], ids=str)  # fmt: skip
 def test_lengths_beside_the_edges_of_tiles_obey_the_error_law(
     dtype: str, formats: tuple[str, str], head_dim: int, *, causal: bool
@@ -108,13 +113,14 @@ def test_lengths_beside_the_edges_of_tiles_obey_the_error_law(
 
 @pytest.mark.parametrize(
     ("formats", "group", "page_size"),
-    [(*case, page) for case, page in zip(product((RAW, *FORMATS), GROUPS), cycle(PAGE_SIZES), strict=False)],
+    [(*case, page) for case, page in zip(product((RAW, FLOATS, *FORMATS), GROUPS), cycle(PAGE_SIZES), strict=False)],
     ids=str,
 )
 def test_every_group_and_page_size_obeys_the_error_law(formats: tuple[str, str], group: int, page_size: int) -> None:
     heads = 2 if group < 16 else 1
     shape = {"seqlens": ((33, 100), (0, 1), (3, 2), (1, 70)), "num_kv_heads": heads, "group": group, "causal": True}
-    check_prefill(of("float16", formats, (64, 64), **shape, kv_layout="paged", page_size=page_size, seed=group))
+    dtype = "float32" if formats is FLOATS else "float16"
+    check_prefill(of(dtype, formats, (64, 64), **shape, kv_layout="paged", page_size=page_size, seed=group))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -122,7 +128,7 @@ def test_every_group_and_page_size_obeys_the_error_law(formats: tuple[str, str],
 @pytest.mark.parametrize("right", [None, 0, 1, 64, 200, 2**31 - 1])
 def test_windows_obey_the_error_law(left: int | None, right: int | None, *, causal: bool) -> None:
     shape = {"seqlens": ((100, 300), (64, 64), (70, 33), (5, 0)), "num_kv_heads": 1, "group": 2}
-    for dtype, formats in (("float16", RAW), ("bfloat16", FORMATS[0])):
+    for dtype, formats in (("float16", RAW), ("float32", FLOATS), ("bfloat16", FORMATS[0])):
         check_prefill(of(dtype, formats, (64, 64), **shape, causal=causal, window=(left, right), sinks=left == 1))
 
 
@@ -176,6 +182,29 @@ def test_long_sequences_obey_the_error_law(
 ) -> None:
     shape = {"seqlens": seqlens, "num_kv_heads": 1, "group": 1, "window": window, "causal": True}
     check_prefill(of(dtype, formats, (head_dim, head_dim), **shape, kv_layout="paged", page_size=64))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sequences_of_floats_obey_the_error_law(head_dim: int) -> None:
+    """Also without scores, where the law knows no error but that of sums."""
+    shape = {"seqlens": ((16, 30000), (300, 4000)), "num_kv_heads": 1, "group": 1}
+    problem = of("float32", FLOATS, (head_dim, head_dim), **shape)
+    check_prefill(problem)
+    q, k, v = problem.arrays()
+    v = np.abs(v)
+    options = problem.options() | {"softmax_scale": 0.0}
+    assert_prefill_call((q, k, v), options, call_prefill((q, k, v), options))
+
+
+@pytest.mark.parametrize(("which", "size"), [(0, np.inf), (1, np.inf), (1, -np.inf), (1, 3.4028e38), (2, 3.4028e38)])
+def test_floats_that_are_no_sum_of_two_parts_have_their_products(which: int, size: float) -> None:
+    """Infinities, and floats that round to one where 11 bits are kept."""
+    arrays = [np.random.default_rng(which).random((1, n, 1, 64), np.float32) * 1e-3 for n in (9, 300, 300)]
+    arrays[which][0, 5, 0, 3] = size
+    options = {"causal": True, "softcap": 5.0 if which == 1 else None}
+    got, want = call_prefill(tuple(arrays), options), cuattn.reference.prefill(*arrays, **options, return_lse=True)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
 def test_more_sequences_than_a_warp_has_lanes_obey_the_error_law() -> None:
@@ -428,7 +457,7 @@ SEEN = PrefillProblem(((100, 200),) * 2, 2, 3, 128, q_layout="dense", kv_layout=
 
 @pytest.mark.parametrize("window", [None, (30, None)])
 @pytest.mark.parametrize("token", [0, 80, 103, 127, 128, 199])
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("dtype", [*DTYPE_NAMES, "float32"])
 def test_what_is_not_finite_in_a_token_is_seen_by_exactly_the_rows_that_see_it(
     dtype: str, token: int, window: tuple[int, None] | None
 ) -> None:

@@ -16,6 +16,7 @@ Arrays = tuple[Any, ...]
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 RAW = Problem(kv_len=(301, 420), seqlen_q=2, group=3, page_size=16, values="late_max")
 DENSE = replace(RAW, seqlen_q=1, page_size=None)
+SINGLE = replace(RAW, dtype="float32", k_format="raw32", v_format="raw32", values="normal")
 CODES = replace(RAW, **TBQ4, means=True, sinks=True)
 # A block a row, whose norms are late, and a ring of four slots. Two blocks a row.
 ONE_BLOCK = replace(CODES, head_dim=128, kv_len=(900, 1300))
@@ -109,6 +110,12 @@ TOO_SHORT = (
     ("common/kv_ring.cuh", "!NORMS_ARE_LATE<K, V> || (cfg::NUM_STAGES >= 4 && cfg::NUM_STAGES % 2 == 0)", "true"),
 )
 FAULTS = {
+    # Floats
+    "two products for three": in_common("tf32", SINGLE, "ptx::mma_m16n8k8_tf32(small, a.lo, b.hi);", ""),
+    "the other two for three": in_common("tf32", SINGLE, "ptx::mma_m16n8k8_tf32(small, a.hi, b.lo);", ""),
+    "one product for a score": in_common("tf32", SINGLE, "  add_small(products, a, b);\n", ""),
+    "one product with a value": in_common("decode_floats", SINGLE, "tf32::add_small(sums[0][n], a, b);", ""),
+    "weights of another key": in_common("decode_floats", SINGLE, "Kv::operand_row(t, upper) * 4", "t * 4"),
     # Barriers and copies
     "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q is in shared memory, and the table", ""),
     "the table is read before it is written": in_decode(
@@ -224,7 +231,7 @@ FAULTS = {
         "const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
     ),
     # Orders that two policies must share
-    "another order of rows in K of 16 bits": in_format("raw16", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
+    "another order of rows in K of 16 bits": in_format("raw", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),
     "another order of rows in V of 16 bits": in_format(
         "raw16", RAW, "row(tile_row(lane % 8 + lane / 16 * 8))", "row(lane % 8 + lane / 16 * 8)"
     ),

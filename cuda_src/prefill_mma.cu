@@ -10,80 +10,13 @@
 // Query rows are the M of an mma, keys its N; S, P and O stay in registers. A stage is a tile of K and one of V, of all
 // warps together: one barrier a stage. Formats of K and V are policies, each by itself (kv/tiles.cuh), and so are the
 // products of 16-bit elements and of floats (common/products16.cuh, common/products32.cuh).
-#include "common/elements.cuh"
-#include "common/prefill_work.cuh"
-#include "common/products16.cuh"
-#include "common/products32.cuh"
+#include "common/prefill_cta.cuh"
+#include "common/prefill_epilogue.cuh"
 #include "common/ptx.cuh"
 #include "common/softmax.cuh"
-#include "common/tile16.cuh"
 #include "common/tile_loader.cuh"
-#include "kv/tiles.cuh"
 
 namespace {
-
-using Elem = ElemOf<cfg::DTYPE>::type;
-using K = TilesOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
-using V = TilesOf<cfg::V_FORMAT, Elem, cfg::VALUE_DIM>::type;
-using QTile = typename K::Tile;
-
-constexpr bool IN_FLOATS = SAME<Elem, float>;
-constexpr int THREADS = cfg::NUM_WARPS * WARP;
-constexpr int ROW_WARPS = cfg::NUM_WARPS / cfg::DIM_SPLITS;
-constexpr int ROW_TILES = cfg::TILE_Q / ROW_WARPS / 16;  // of 16 rows, of a warp
-constexpr int KEY_TILES = cfg::TILE_KV / 8;
-constexpr int DIMS = cfg::VALUE_DIM / cfg::DIM_SPLITS;  // of a warp
-constexpr int DIM_TILES = DIMS / 8;
-constexpr int Q_ROW_BYTES = QTile::ROW_BYTES;
-constexpr int O_ROW_BYTES = cfg::VALUE_DIM * sizeof(Elem);
-static_assert(cfg::TILE_Q % (16 * ROW_WARPS) == 0, "a warp has whole tiles of 16 rows");
-static_assert(cfg::TILE_KV % 8 == 0, "keys are the N of an mma");
-static_assert(cfg::NUM_STAGES >= 2, "a stage is on its way while another is worked on");
-static_assert(O_ROW_BYTES <= Q_ROW_BYTES, "o takes the place of q");
-static_assert(cfg::DIM_SPLITS == 1 || DIMS * sizeof(Elem) % (16 * V::Tile::PERIOD) == 0,
-              "parts are swizzled by themselves");
-
-struct Smem {
-  alignas(128) u8 q[cfg::TILE_Q * Q_ROW_BYTES];  // later o
-  typename K::Buffers k;
-  typename V::Buffers v;
-  // Scores are raw products times scale, plus bias; where K is in a rotated domain.
-  float q_scale[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1], q_bias[K::IN_ROTATED_DOMAIN ? cfg::TILE_Q : 1];
-  u64 keys_turn, values_turn;  // mbarriers
-  Work work;
-  int hidden_bad;  // 1: some value that is infinite or NaN was replaced in a tile with a mask, or met in floats
-};
-static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_mma.cu disagree on shared memory");
-static_assert(sizeof(PrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
-
-// Of N tiles of 8 keys.
-template <int N>
-using ScoresOf = float[ROW_TILES][N][4];
-using Outputs = float[ROW_TILES][DIM_TILES][4];
-using State = softmax::RowState<ROW_TILES>;
-using Products =
-    Either<IN_FLOATS, Products32<K, V, ROW_TILES, DIM_TILES>, Products16<K, V, ROW_TILES, DIM_TILES>>::type;
-using Factors = softmax::RowFactors<ROW_TILES, K::IN_ROTATED_DOMAIN>;
-
-// Which part of the CTA's work a lane has.
-struct Lane {
-  int lane, g, t;
-  int row0;      // first row of its warp
-  int dim_part;  // of value_dim
-  u32 q, k, v;   // where it begins to read, in tiles that begin at multiples of 128 bytes
-
-  __device__ __forceinline__ Lane() {
-    const int warp = threadIdx.x / WARP;
-    lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    row0 = warp % ROW_WARPS * ROW_TILES * 16;
-    dim_part = warp / ROW_WARPS;
-    q = QTile::offset(row0 + lane % 16, lane / 16);
-    k = K::Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    v = Products::value_place(lane) + dim_part * DIMS * sizeof(Elem);
-  }
-  // Row g (`c` 0) or g + 8 (1) of row tile r.
-  __device__ __forceinline__ int row(int r, int c) const { return row0 + r * 16 + g + 8 * c; }
-};
 
 template <int N, class F>
 __device__ __forceinline__ void for_all(ScoresOf<N>& s, F f) {
@@ -122,12 +55,13 @@ __device__ __forceinline__ void end_turn(u64* turn, const Lane& at) {
   if (at.lane == 0) ptx::mbarrier_arrive(turn);
 }
 
-// The share of step `step` of `steps` in an expansion of K or V. A result is stored in the next step: so the compiler
-// may spread the arithmetic among the products between the two.
+// The share of step `step` of `steps` in an expansion of K or V: what is made beside one step of a product is stored
+// beside a later one, so that the compiler may spread the arithmetic among the products between the two.
 template <class Kv>
 __device__ __forceinline__ void expand_part(typename Kv::Expansion& expansion, int step, int steps) {
+  const auto begin = [steps](int s) { return (s * Kv::EXPAND_STEPS + steps - 1) / steps; };
 #pragma unroll
-  for (int e = step * Kv::EXPAND_STEPS / steps; e < (step + 1) * Kv::EXPAND_STEPS / steps; ++e) {
+  for (int e = begin(step); e < begin(step + 1); ++e) {
     if (e > 0) expansion.put(e - 1);
     expansion.make(e);
   }
@@ -196,10 +130,10 @@ struct NormPipeline {
   u32 words[ROWS][WORDS];
 
   static __device__ __forceinline__ bool has_keys(int i) {
-    return K::NORMS > 0 && static_cast<int>(threadIdx.x / WARP) == i % cfg::NUM_WARPS;
+    return K::NORMS > 0 && threadIdx.x / WARP == in_ring<cfg::NUM_WARPS>(i);
   }
   static __device__ __forceinline__ bool has_values(int i) {
-    return V::NORMS > 0 && static_cast<int>(threadIdx.x / WARP) == (i + cfg::NUM_WARPS / 2) % cfg::NUM_WARPS;
+    return V::NORMS > 0 && threadIdx.x / WARP == in_ring<cfg::NUM_WARPS>(i + cfg::NUM_WARPS / 2);
   }
 
   // Those of rows that no query sees are zero.
@@ -445,120 +379,6 @@ __device__ __forceinline__ void mend(const Pipeline& pipeline, Outputs& o, State
     add_bad_rows<V>(pipeline, o, state, at);
   }
 }
-
-// Normalizes O, adds sinks and means, rotates back where V is rotated, and stores. Eight rows at a time go through
-// shared memory, from lanes that have pieces of each to lanes that have neighboring ones: as they are stored, or in
-// float32 for what is left to do in a row.
-struct Epilogue {
-  using Row = Either<IN_FLOATS, Tile32<DIMS>, Tile16<DIMS>>::type;
-  static constexpr int VECTORS = (DIMS + 4 * WARP - 1) / (4 * WARP);
-  const PrefillParams& p;
-  const Work& w;
-  const Smem& sm;
-  const Lane& at;
-  u8* rows;  // of this warp, and those with the same ones
-
-  __device__ __forceinline__ void store(const Outputs& o, const State& state, int r, int c) const {
-    const int own = at.row(r, c), first = at.row0 + r * 16 + 8 * c;
-    const float keys_m = key_maximum(state, r, c, own), keys_l = state.l[r][c];
-    float m = keys_m, l = keys_l;
-    if (p.sinks != nullptr && blockIdx.y == 0) softmax::add_sink(__ldg(p.sinks + w.head(p, own)), m, l);
-    const bool is_part = p.out_partial != nullptr;
-    const float scale = (is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m);
-    if (at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
-      if (is_part) {
-        const bool empty = m == neg_inf() && l == 0.f;
-        reinterpret_cast<float2*>(p.state_partial)[w.flat_part(p, own)] = make_float2(m, empty ? EMPTY_PART : l);
-      } else if (p.lse != nullptr) {
-        p.lse[w.flat(p, own)] = softmax::lse(m, l);
-      }
-    }
-    if constexpr (V::IN_ROTATED_DOMAIN) {
-#pragma unroll
-      for (int d = 0; d < DIM_TILES; ++d) {
-        *reinterpret_cast<float2*>(place(at.g, d * 8 + 2 * at.t)) =
-            make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
-      }
-      __syncwarp();                           // eight rows are there
-      const float own_keys = keys_l * scale;  // the keys' share of the weights, which a mean counts with
-#pragma unroll 1
-      for (int g = 0; g < 8; ++g) restore_row(first + g, g, __shfl_sync(FULL_MASK, own_keys, g * 4));
-    } else if (is_part) {
-      if (own < w.num_rows) {
-        float* out = part_of(own) + 2 * at.t;
-#pragma unroll
-        for (int d = 0; d < DIM_TILES; ++d) {
-          *reinterpret_cast<float2*>(out + d * 8) = make_float2(o[r][d][2 * c] * scale, o[r][d][2 * c + 1] * scale);
-        }
-      }
-    } else {
-      u8* tile = rows + at.dim_part * 8 * Row::ROW_BYTES;
-#pragma unroll
-      for (int d = 0; d < DIM_TILES; ++d) {
-        const int place = (d * 8 + 2 * at.t) * sizeof(Elem);
-        store2(reinterpret_cast<Elem*>(tile + Row::offset(at.g, place / 16) + place % 16), o[r][d][2 * c] * scale,
-               o[r][d][2 * c + 1] * scale);
-      }
-      __syncwarp();  // eight rows are there
-#pragma unroll
-      for (int index = at.lane; index < 8 * Row::CHUNKS; index += WARP) {
-        const int g = index / Row::CHUNKS, chunk = index % Row::CHUNKS;
-        if (first + g >= w.num_rows) continue;
-        *reinterpret_cast<uint4*>(w.out(p, first + g) + at.dim_part * Row::ROW_BYTES + chunk * 16) =
-            *reinterpret_cast<const uint4*>(tile + Row::offset(g, chunk));
-      }
-    }
-    __syncwarp();  // all have read them
-  }
-
- private:
-  // Of a row, its split's part of the result.
-  __device__ __forceinline__ float* part_of(int row) const {
-    return p.out_partial + w.flat_part(p, row) * cfg::VALUE_DIM + at.dim_part * DIMS;
-  }
-  // In float32, [8][DIMS].
-  __device__ __forceinline__ float* place(int row, int dim) const {
-    float* part = reinterpret_cast<float*>(rows) + at.dim_part * 8 * DIMS;
-    return part + row * DIMS + (dim / 4 ^ row) * 4 + dim % 4;
-  }
-  // The bias of a row is the same for all its keys, so that weights are without it.
-  __device__ __forceinline__ float key_maximum(const State& state, int r, int c, int row) const {
-    const float m = state.maximum(r, c);
-    // A row without keys has none, whatever its bias is.
-    if (!K::IN_ROTATED_DOMAIN || p.softcap_log2 != 0.f || m == neg_inf()) return m;
-    return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);
-  }
-  // A row in the lanes of a warp: back from the rotated domain, with the mean, and to memory.
-  __device__ __forceinline__ void restore_row(int row, int g, float keys) const {
-    if (row >= w.num_rows) return;
-    float x[VECTORS][4];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const int dim = (i * WARP + at.lane) * 4;
-      float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (dim < DIMS) y = *reinterpret_cast<const float4*>(place(g, dim));
-      x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y.z, x[i][3] = y.w;
-    }
-    TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);
-    u8* out = w.out(p, row) + at.dim_part * Row::ROW_BYTES;
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const int dim = (i * WARP + at.lane) * 4;
-      if (dim >= DIMS) continue;
-      if (p.v_mean != nullptr) {
-        const float* mean = p.v_mean + w.kv_head * cfg::VALUE_DIM + at.dim_part * DIMS + dim;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[i][j] += keys * __ldg(mean + j);
-      }
-      const float4 y = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
-      if (p.out_partial != nullptr) {
-        store4(part_of(row) + dim, y);
-      } else {
-        store4(reinterpret_cast<Elem*>(out) + dim, y);
-      }
-    }
-  }
-};
 
 __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   ptx::griddepcontrol_wait();

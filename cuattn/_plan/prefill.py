@@ -15,7 +15,9 @@ from cuattn._problem import PrefillProblem, norm_bytes, row_bytes
 
 # Splits of keys: more of them take memory and time to merge; a shorter one would do little between its first copy and
 # its last store; and fewer are as good as the best within so much.
-_MAX_SPLITS, _MIN_SPLIT_KEYS, _NEAR_BEST = 8, 1024, 1.1
+_MAX_SPLITS, _MIN_SPLIT_KEYS, _NEAR_BEST = 16, 1024, 1.1
+# Rounds of CTAs after which a last one that is not full no longer matters.
+_MANY_ROUNDS = 4
 # See `PrefillConfig.hold_base`.
 _MANY_WARPS, _SHORT_ROW = 8, 64
 # (head_dim, value_dim) of rows of elements.
@@ -185,11 +187,7 @@ _FLOAT_TILES = {
 # Codes are expanded once for all rows of a CTA, so that one with more rows takes less time for each. Expanding takes
 # registers, which leaves fewer for scores.
 _TBQ4_TILES = {
-    (64, 64): (
-        PrefillTile(256, 128, 2, 8, spills_on=("sm_80", "sm_90a")),
-        PrefillTile(256, 64, 2, 8),
-        PrefillTile(128, 64, 2, 8),
-    ),
+    (64, 64): (PrefillTile(256, 64, 2, 8), PrefillTile(128, 64, 2, 8)),
     (128, 128): (PrefillTile(256, 64, 2, 8), PrefillTile(256, 32, 2, 8), PrefillTile(128, 32, 2, 8)),
     (256, 256): (PrefillTile(128, 64, 2, 8), PrefillTile(128, 32, 2, 8), PrefillTile(64, 16, 2, 4)),
     (512, 512): (
@@ -334,13 +332,17 @@ class PrefillPlan:
 def choose_splits(problem: PrefillProblem, config: PrefillConfig, device: Device) -> int:
     """Choose into how many parts the keys are cut: the fewest that keep the GPU busy where query rows do not.
 
-    Parts of ragged sequences would be merged for rows that have no result, so these are not cut.
+    Where a sequence has few keys but those of its tokens, as in a prompt, a causal mask leaves most rows a part of them:
+    CTAs that end early make place for others, so that only a GPU that is not full is reason to cut. Parts of ragged
+    sequences would be merged for rows that have no result, so these are not cut.
     """
     rows = ceil_div(problem.num_tokens * problem.group, config.tile_q)
     ctas = rows * problem.num_kv_heads * problem.batch
     at_once = config.ctas_per_sm * device.num_sms
     longest = min(_MAX_SPLITS, problem.max_kv_len // _MIN_SPLIT_KEYS)
-    if problem.ragged or ctas == 0 or ctas >= at_once or longest <= 1:
+    is_chunk = problem.max_kv_len >= 2 * problem.num_tokens
+    enough = at_once * (_MANY_ROUNDS if is_chunk else 1)
+    if problem.ragged or ctas == 0 or ctas >= enough or longest <= 1:
         return 1
 
     def time(splits: int) -> float:  # of parts of equal length, one after the other on each place

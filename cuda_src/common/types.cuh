@@ -62,6 +62,12 @@ struct Either<false, A, B> {
   using type = B;
 };
 
+// The place of item i, which is not negative, in a ring of N.
+template <int N>
+__device__ __forceinline__ u32 in_ring(int i) {
+  return static_cast<u32>(i) % N;
+}
+
 // Whether two types are one.
 template <class A, class B>
 constexpr bool SAME = false;

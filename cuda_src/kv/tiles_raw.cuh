@@ -16,8 +16,8 @@ struct RawTiles {
   struct Buffers {
     alignas(128) u8 rows[cfg::NUM_STAGES][cfg::TILE_KV * Tile::ROW_BYTES];
 
-    __device__ __forceinline__ u8* incoming(int i) { return rows[i % cfg::NUM_STAGES]; }
-    __device__ __forceinline__ u8* tile(int i) { return rows[i % cfg::NUM_STAGES]; }
+    __device__ __forceinline__ u8* incoming(int i) { return rows[in_ring<cfg::NUM_STAGES>(i)]; }
+    __device__ __forceinline__ u8* tile(int i) { return rows[in_ring<cfg::NUM_STAGES>(i)]; }
     __device__ __forceinline__ float log2_scale(int /*i*/) const { return 0.f; }
     template <int ROWS, int WORDS>
     __device__ __forceinline__ void store_norms(int /*i*/, const u32 (&)[ROWS][WORDS], int /*lane*/) {}

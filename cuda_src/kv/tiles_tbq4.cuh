@@ -68,13 +68,13 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
     u16 norms[cfg::NORM_TILES][NORMS][cfg::TILE_KV];  // of a row: float16, less the power of two of the tile
     float log2_scales[cfg::SCALE_TILES];
 
-    __device__ __forceinline__ u8* incoming(int i) { return codes[i % cfg::NUM_STAGES]; }
-    __device__ __forceinline__ u8* tile(int i) { return rows[i % cfg::EXPANDED_TILES]; }
-    __device__ __forceinline__ u16* norms_of(int i, int block) { return norms[i % cfg::NORM_TILES][block]; }
+    __device__ __forceinline__ u8* incoming(int i) { return codes[in_ring<cfg::NUM_STAGES>(i)]; }
+    __device__ __forceinline__ u8* tile(int i) { return rows[in_ring<cfg::EXPANDED_TILES>(i)]; }
+    __device__ __forceinline__ u16* norms_of(int i, int block) { return norms[in_ring<cfg::NORM_TILES>(i)][block]; }
 
     // The values of tile i are its elements times 2 to this power. Norms are scaled so that the largest is just in
     // float16's range: a row loses bits only if it is 2^-20 of another one.
-    __device__ __forceinline__ float log2_scale(int i) const { return log2_scales[i % cfg::SCALE_TILES]; }
+    __device__ __forceinline__ float log2_scale(int i) const { return log2_scales[in_ring<cfg::SCALE_TILES>(i)]; }
 
     // Norms of tile i by a warp, whose lanes have those of every WARP-th row, two in a word.
     template <int ROWS, int WORDS>
@@ -92,7 +92,7 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
       const float largest = ptx::to_float(Half{static_cast<u16>(ptx::warp_max(top))});
       const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
       const float scale = __uint_as_float(static_cast<u32>(127 + TOP - exponent) << 23);
-      if (lane == 0) log2_scales[i % cfg::SCALE_TILES] = static_cast<float>(exponent - TOP);
+      if (lane == 0) log2_scales[in_ring<cfg::SCALE_TILES>(i)] = static_cast<float>(exponent - TOP);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = r * WARP + lane;

@@ -11,7 +11,7 @@ from strategies import PrefillProblem
 from tolerance import assert_prefill
 
 KERNEL, WORK, LOADER = "prefill_mma.cu", "common/prefill_work.cuh", "common/tile_loader.cuh"
-PAGES = "common/paging.cuh"
+EPILOGUE = "common/prefill_epilogue.cuh"
 SOFTMAX, TILE, TBQ4 = "common/softmax.cuh", "common/tile16.cuh", "kv/tiles_tbq4.cuh"
 TF32, FLOATS = "common/tf32.cuh", "common/products32.cuh"
 # Two row tiles a warp, several tiles of keys and of rows, and a mask that begins and ends inside of tiles.
@@ -65,11 +65,11 @@ FAULTS = {
     "ragged keys begin at 0": (RAW, WORK, "return plane + k0 * stride_token", "return plane + 0 * k0 * stride_token"),
     "pages in order": (
         PAGED,
-        PAGES,
+        "common/paging.cuh",
         "return __ldg(reinterpret_cast<const int*>(table + stride * page));",
         "return static_cast<int>(page);",
     ),
-    "a page is as long as a tile": (PAGED, PAGES, "slot + count <= static_cast<int>(size.divisor)", "true"),
+    "a page is as long as a tile": (PAGED, LOADER, "slot + cfg::TILE_KV <= pages.size()", "true"),
     "rows looked up by other lanes": (PAGED, LOADER, "step * WARP_ROWS + lane / Rows::PERIOD", "lane / Rows::PERIOD"),
     "rows that no one sees are read": (
         RAW,
@@ -93,15 +93,15 @@ FAULTS = {
     ),
     "a sink is not in the scale": (
         SINKS,
-        KERNEL,
+        EPILOGUE,
         "(is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m)",
         "softmax::inverse_sum(keys_l)",
     ),
     # Splits
-    "the sink counts in every split": (SPLITS, KERNEL, "p.sinks != nullptr && blockIdx.y == 0", "p.sinks != nullptr"),
+    "the sink counts in every split": (SPLITS, EPILOGUE, "p.sinks != nullptr && blockIdx.y == 0", "p.sinks != nullptr"),
     "a part is not scaled by its sink": (
         SPLITS,
-        KERNEL,
+        EPILOGUE,
         "(is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m)",
         "(is_part ? 1.f : softmax::inverse_sum(l) * softmax::weight(keys_m, m))",
     ),
@@ -155,7 +155,7 @@ FAULTS = {
     ),
     "rows of o before all have read them": (
         RAW,
-        KERNEL,
+        EPILOGUE,
         "__syncwarp();  // all have read them",
         "// all have read them",
     ),
@@ -191,7 +191,7 @@ FAULTS = {
     ),
     "the mean of K is not in the lse": (
         CODES,
-        KERNEL,
+        EPILOGUE,
         "return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);",
         "return m;",
     ),
@@ -203,13 +203,13 @@ FAULTS = {
     ),
     "the mean of V counts with a sink": (
         replace(CODES, sinks=True, values="normal"),
-        KERNEL,
+        EPILOGUE,
         "const float own_keys = keys_l * scale;",
         "const float own_keys = 1.f;",
     ),
     "O stays in the rotated domain": (
         CODES,
-        KERNEL,
+        EPILOGUE,
         "TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);",
         "Raw16Tiles<Elem, DIMS>::restore(x, at.lane);",
     ),
@@ -220,7 +220,7 @@ FAULTS = {
         "norms_of(i, 0)",
     ),
     "norms past the end are read": (CODES, KERNEL, "key < s.keys.lo || key >= s.keys.hi)", "key < s.keys.lo)"),
-    "norms take the place of others that are read": (LONG, TBQ4, "i % cfg::NORM_TILES", "i % 2"),
+    "norms take the place of others that are read": (LONG, TBQ4, "in_ring<cfg::NORM_TILES>(i)", "in_ring<2>(i)"),
     # Floats
     "two products for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.lo, b.hi);", ""),
     "the other two for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.hi, b.lo);", ""),

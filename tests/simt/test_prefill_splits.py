@@ -116,7 +116,7 @@ def test_an_empty_part_is_marked_by_its_state_alone(base: PrefillProblem, *, sin
     np.testing.assert_array_equal(state[0, 0, :, ~of_sink], empty[0, 0, :, ~of_sink])
     assert (state[0, 0, :, of_sink, 1] == 1).all()
     assert not parts[0, 0].any()
-    patch = ("prefill_mma.cu", "m == neg_inf() && l == 0.f;", "false;")
+    patch = ("common/prefill_epilogue.cuh", "m == neg_inf() && l == 0.f;", "false;")
     _, unmarked = run(problem, num_splits=4, merge=False, patches=(patch,))
     assert (unmarked[2:, ..., 1] == 0).all()
 

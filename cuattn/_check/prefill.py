@@ -28,6 +28,8 @@ from cuattn._check.lengths import cu_seqlens_of, lengths_of, require_page_table,
 # Rows of q (tokens times heads), blocks of a grid and key positions are int32 in the kernel, with room for a tile past
 # the end and for position - window.
 _MAX_ROWS = 2**30
+# Bytes from a token of K or V to the next; int32 in the kernel.
+_TOKEN_STRIDES = (-(2**31), 2**31 - 1)
 _DENSE_AXES = 4
 _RAGGED_AXES = 3
 
@@ -138,6 +140,18 @@ def _layout(*, ragged: bool, paged: bool, cu_seqlens_k: object) -> tuple[tuple[i
     return (_DENSE_AXES,), f"{of_dense}, or {of_ragged} with cu_seqlens_k"
 
 
+def _require_token_strides(name: str, cache: Cache) -> None:
+    """Refuse rows, in dtypes that a GPU takes, of which one begins more bytes after the one before than int32 has."""
+    low, high = _TOKEN_STRIDES
+    for plane, x in check_cache.arrays_of(name, replace(cache, mean=None)).items():
+        if x is None or x.size == 0 or x.shape[-3] == 1 or dtype_name(x) == "float64":
+            continue
+        stride = x.strides[-3]
+        if not low <= stride <= high:
+            msg = f"{plane} must have tokens that are {low} to {high} bytes apart, got {stride} in strides {x.strides}"
+            raise ValueError(msg)
+
+
 def _keys_and_values(keys: Cache, values: Cache, q: Array, ranks: tuple[int, ...], axes: str) -> None:
     """Refuse keys and values that do not fit `q` or each other; the formats are independent."""
     head_dim = q.shape[-1]
@@ -148,6 +162,8 @@ def _keys_and_values(keys: Cache, values: Cache, q: Array, ranks: tuple[int, ...
         wanted = (*keys.shape[:-1], values.head_dim)
         msg = f"v must have shape {wanted} (tokens and heads of k), got {values.shape}"
         raise ValueError(msg)
+    _require_token_strides("k", keys)
+    _require_token_strides("v", values)
     num_qo_heads, num_kv_heads = q.shape[-2], keys.shape[-2]
     if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
         msg = (

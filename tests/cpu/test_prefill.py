@@ -290,14 +290,18 @@ def test_a_plan_for_a_device_of_ones_own() -> None:
     assert cuattn.plan_prefill(q, q, q, device=small).device == small
 
 
-def parameters(problem: PrefillProblem, **more: Any) -> tuple[_check.PrefillCall, Any, dict[str, Any]]:
+def parameters(
+    problem: PrefillProblem, num_splits: int = 1, **more: Any
+) -> tuple[_check.PrefillCall, Any, dict[str, Any]]:
     """Return a checked call, its parameters, and the arrays that they point to beside those of the call."""
     call = _check.prefill(*problem.arrays(), **problem.options(), **more)
-    plan = _plan.prefill_plan(call.problem, DEVICES["sm_90a"])
+    plan = _plan.prefill_plan(call.problem, DEVICES["sm_90a"], num_splits)
     kv_len = None if call.kv_len is None else np.repeat(call.kv_len, 2)[::2]
     arrays = {
         "out": np.zeros(call.out_shape, call.q.dtype) if call.out is None else call.out,
         "lse": np.zeros(call.out_shape[:-1], np.float32),
+        "parts": np.zeros(plan.out_partial_shape, np.float32) if num_splits > 1 else None,
+        "states": np.zeros((*plan.out_partial_shape[:-1], 2), np.float32) if num_splits > 1 else None,
         "kv_len": kv_len,
         "cu_seqlens_q": call.cu_seqlens_q,
         "cu_seqlens_k": call.cu_seqlens_k,
@@ -383,11 +387,20 @@ def test_the_parameters_have_the_numbers_of_call_and_plan(q_layout: str, kv_layo
         "window_right": -1,
         "num_tiles": plan.num_tiles,
         "streams_at_once": plan.streams_at_once,
+        "num_splits": 1,
+        "reserved": 0,
     }
+    assert p["out_partial"] == p["state_partial"] == 0
     log2_e = np.log2(np.e)
     wanted = {"softmax_scale_log2": -0.25 * log2_e, "softcap_log2": 5 * log2_e, "scale_over_softcap": -0.05}
     assert {name: p[name] for name in wanted} == {name: np.float32(x) for name, x in wanted.items()}
     assert p.dtype == _params.PREFILL
+
+
+def test_the_parameters_of_splits_lead_to_their_parts() -> None:
+    _, p, arrays = parameters(example("dense", "paged"), num_splits=3)
+    assert p["num_splits"] == 3
+    assert (p["out_partial"], p["state_partial"]) == tuple(arrays[name].ctypes.data for name in ("parts", "states"))
 
 
 def test_causal_is_a_right_window_of_0_in_the_parameters_and_no_softcap_is_0() -> None:

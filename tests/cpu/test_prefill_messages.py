@@ -40,6 +40,13 @@ def tbq4(*shape: int, codes_gap: int = 0, norms_gap: int = 0) -> cuattn.Tbq4Arra
     return cuattn.Tbq4Array(*(np.zeros((*shape[:-1], n + gap), dtype)[..., :n] for n, gap, dtype in widths))
 
 
+def apart(stride: int, *shape: int, dtype: Any = np.float16) -> np.ndarray:
+    """Tokens so many bytes apart, of the memory of one row: the others are not there."""
+    row = np.zeros(shape[-2:], dtype)
+    strides = (0,) * (len(shape) - 3) + (stride, *row.strides)
+    return as_strided(row, shape, strides)
+
+
 def dense() -> dict[str, Any]:
     """Two sequences of 5 tokens and 10 keys, 4 query heads on 2 KV heads."""
     return {"q": half(2, 5, 4, 64), **keys(2, 10, 2, 64)}
@@ -57,6 +64,8 @@ def paged() -> dict[str, Any]:
     return {**dense(), **keys(5, 4, 2, 64), "page_table": table, "kv_len": index(3, 10)}
 
 
+FAR, FAR_BACK = 2**31, -(2**31) - 16
+APART = "must have tokens that are -2147483648 to 2147483647 bytes apart, got"
 # What can be told from shapes, dtypes and strides: prefill and plan_prefill refuse it alike.
 DENSE_FORM = [
     Bad("q is None", {"q": None}, TypeError, f"q must be {ARRAY}, got NoneType"),
@@ -104,6 +113,11 @@ DENSE_FORM = [
         "k must have batch 2 as q (it is dense: page_table is None), got shape (3, 10, 2, 64)"),
     Bad("too many keys", {name: np.broadcast_to(half(64), (2, 2**30 + 1, 2, 64)) for name in "kv"}, ValueError,
         "k must hold at most 1073741824 tokens a sequence, got 1073741825"),
+    *(
+        Bad(f"tokens of {name} are {stride} bytes apart", {name: apart(stride, 2, 10, 2, 64)}, ValueError,
+            f"{name} {APART} {stride} in strides (0, {stride}, 128, 2)")
+        for name, stride in (("k", FAR), ("v", FAR), ("k", FAR_BACK), ("v", 2**32))
+    ),
     Bad("kv_len is a float", {"kv_len": 3.5}, TypeError,
         "kv_len must be an int, a sequence of int or an integer array, got 3.5 (float)"),
     Bad("kv_len holds floats", {"kv_len": [3.0, 1]}, TypeError, "kv_len must be of an integer dtype, got float64"),
@@ -126,6 +140,12 @@ TBQ4_FORM = [
         for name in "kv"
         for head_dim in (96, 192)
     ),
+    Bad("codes of tokens are too far apart",
+        {"k": cuattn.Tbq4Array(apart(FAR, 2, 10, 2, 32, dtype=np.uint8), half(2, 10, 2, 1))}, ValueError,
+        f"k.codes {APART} 2147483648 in strides (0, 2147483648, 32, 1)"),
+    Bad("norms of tokens are too far apart",
+        {"v": cuattn.Tbq4Array(np.zeros((2, 10, 2, 32), np.uint8), apart(FAR_BACK, 2, 10, 2, 1))}, ValueError,
+        f"v.norms {APART} -2147483664 in strides (0, -2147483664, 2, 2)"),
     Bad("k in TBQ4 has another head_dim", {"k": tbq4(2, 10, 2, 128)}, ValueError,
         "k must have head_dim 64 as q, got 128 in shape (2, 10, 2, 128)"),
     Bad("v in TBQ4 has fewer heads", {"v": tbq4(2, 10, 1, 64)}, ValueError,
@@ -141,6 +161,8 @@ TBQ4_FORM = [
         f"k must be {ARRAY}, or a Tbq4Array, got Quantized"),
 ]  # fmt: skip
 RAGGED_FORM = [
+    Bad("tokens of v are too far apart", {"v": apart(FAR, 12, 2, 64)}, ValueError,
+        f"v {APART} {FAR} in strides ({FAR}, 128, 2)"),
     Bad("q is dense", {"q": half(2, 5, 4, 64)}, ValueError,
         "q must have shape (total_q, num_qo_heads, head_dim) with cu_seqlens_q, got 4 axes: (2, 5, 4, 64)"),
     Bad("q has too many rows", {"q": np.broadcast_to(half(64), (2**28 + 1, 4, 64))}, ValueError,
@@ -190,6 +212,8 @@ RAGGED_FORM = [
         "cu_seqlens_k must have shape (3,) (one entry more than the batch), got (4,)"),
 ]  # fmt: skip
 PAGED_FORM = [
+    Bad("tokens of a page of k are too far apart", {"k": apart(FAR_BACK, 5, 4, 2, 64)}, ValueError,
+        f"k {APART} {FAR_BACK} in strides (0, {FAR_BACK}, 128, 2)"),
     Bad("k is ragged", {"k": half(20, 2, 64)}, ValueError,
         "k must have shape (num_pages, page_size, num_kv_heads, head_dim) with page_table, got 3 axes: (20, 2, 64)"),
     Bad("v is ragged", {"v": half(20, 2, 64)}, ValueError,
@@ -366,6 +390,17 @@ def test_plan_prefill_names_the_devices_it_knows(device: Any) -> None:
 def test_an_unknown_keyword_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match="num_splits"):
         function(*dense().values(), num_splits=2)
+
+
+@pytest.mark.parametrize("stride", [2**31 - 16, -(2**31)])
+def test_tokens_may_be_as_far_apart_as_32_bits_say(stride: int) -> None:
+    """Only where there is more than one; the axes before may have any stride."""
+    x = apart(stride, 2, 10, 2, 64)
+    codes = cuattn.Tbq4Array(apart(stride, 2, 10, 2, 32, dtype=np.uint8), apart(stride, 2, 10, 2, 1))
+    for cache in (x, codes):
+        assert cuattn.plan_prefill(half(2, 5, 4, 64), cache, cache).problem.max_kv_len == 10
+    far = as_strided(half(64), (2, 1, 2, 64), (2**40, 2**40, 0, 2))
+    assert cuattn.plan_prefill(half(2, 5, 4, 64), far, far).problem.max_kv_len == 1
 
 
 def test_the_unchanged_calls_are_right() -> None:

@@ -100,9 +100,10 @@ def prefill_arrays(
     memory: Sequence[np.ndarray] | None = None,
     changes: Mapping[str, Any] | None = None,
     num_splits: int | None = None,
+    merge: bool = True,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run prefill_mma.cu, and merge.cu for more than one split, on NumPy arrays; results, unless `out` is given, start as NaN.
+    """Run prefill_mma.cu, and merge.cu if there are splits, on NumPy arrays; results, if not in `out`, start as NaN.
 
     `device_lengths` are what the kernel reads as kv_len or cu_seqlens, without the checks that lengths on the host get.
     `memory` is what it may read instead of all of q, k and v. `changes` are of fields of its config.
@@ -110,7 +111,8 @@ def prefill_arrays(
     Returns
     -------
     out, lse : array
-        Shapes as `cuattn.prefill` would return them.
+        Shapes as `cuattn.prefill` would return them. Without `merge`: the parts in float32 with a leading axis of
+        splits, and their states (m, l).
     """
     call = _check.prefill(*arrays, **options)
     plan = _plan.prefill_plan(call.problem, device, num_splits)
@@ -132,8 +134,10 @@ def prefill_arrays(
             "prefill_mma_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed,
             memory=[call.q, *planes] if memory is None else memory,
         )  # fmt: skip
-        if parts is not None:
+        if parts is not None and merge:
             merge_arrays(parts, states, out, lse, seed=seed)
+    if not merge:
+        return parts, states
     return (out[0], lse[0]) if call.ragged else (out, lse)
 
 

@@ -11,7 +11,7 @@ from strategies import PrefillProblem
 from tolerance import assert_prefill
 
 KERNEL, WORK, LOADER = "prefill_mma.cu", "common/prefill_work.cuh", "common/tile_loader.cuh"
-PAGES = "common/paging.cuh"
+EPILOGUE = "common/prefill_epilogue.cuh"
 SOFTMAX, TILE, TBQ4 = "common/softmax.cuh", "common/tile16.cuh", "kv/tiles_tbq4.cuh"
 TF32, FLOATS = "common/tf32.cuh", "common/products32.cuh"
 # Two row tiles a warp, several tiles of keys and of rows, and a mask that begins and ends inside of tiles.
@@ -26,6 +26,12 @@ LONG = replace(CODES, seqlens=((40, 400),), values="normal")
 NORMS = replace(CODES, values="tiny_v", dtype="bfloat16")
 CAPPED = replace(CODES, softcap=5.0)
 SINGLE = replace(RAW, dtype="float32", k_format="raw32", v_format="raw32", values="normal")
+# Three splits (see `NUM_SPLITS`), of which the last has fewer tiles, and keys that none or some rows see.
+SPLITS = replace(
+    RAW, seqlens=((70, 230), (70, 40), (70, 0)), q_layout="dense", kv_layout="padded", sinks=True, values="normal"
+)
+# Whole tiles in every split.
+WHOLE = replace(SPLITS, seqlens=((20, 300),), causal=False)
 SMALL = {"tile_q": 64, "tile_kv": 32, "num_stages": 2, "num_warps": 2, "dim_splits": 1}
 FOUR = SMALL | {"num_warps": 4}
 
@@ -59,11 +65,11 @@ FAULTS = {
     "ragged keys begin at 0": (RAW, WORK, "return plane + k0 * stride_token", "return plane + 0 * k0 * stride_token"),
     "pages in order": (
         PAGED,
-        PAGES,
+        "common/paging.cuh",
         "return __ldg(reinterpret_cast<const int*>(table + stride * page));",
         "return static_cast<int>(page);",
     ),
-    "a page is as long as a tile": (PAGED, PAGES, "slot + count <= static_cast<int>(size.divisor)", "true"),
+    "a page is as long as a tile": (PAGED, LOADER, "slot + cfg::TILE_KV <= pages.size()", "true"),
     "rows looked up by other lanes": (PAGED, LOADER, "step * WARP_ROWS + lane / Rows::PERIOD", "lane / Rows::PERIOD"),
     "rows that no one sees are read": (
         RAW,
@@ -87,9 +93,32 @@ FAULTS = {
     ),
     "a sink is not in the scale": (
         SINKS,
-        KERNEL,
-        "softmax::inverse_sum(l) * softmax::weight(keys_m, m)",
+        EPILOGUE,
+        "(is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m)",
         "softmax::inverse_sum(keys_l)",
+    ),
+    # Splits
+    "the sink counts in every split": (SPLITS, EPILOGUE, "p.sinks != nullptr && blockIdx.y == 0", "p.sinks != nullptr"),
+    "a part is not scaled by its sink": (
+        SPLITS,
+        EPILOGUE,
+        "(is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m)",
+        "(is_part ? 1.f : softmax::inverse_sum(l) * softmax::weight(keys_m, m))",
+    ),
+    "the last tiles are in no split": (SPLITS, WORK, "(tiles + splits - 1) / splits", "max(1, tiles / splits)"),
+    "a split has tiles of the next": (
+        WHOLE,
+        WORK,
+        "hi = max(lo, min(hi, begin + of_part * cfg::TILE_KV));",
+        "hi = max(lo, hi);",
+    ),
+    "whole tiles are not cut": (WHOLE, WORK, "max(0, min(full.hi - first, of_part))", "max(0, full.hi)"),
+    "whole tiles of the next split": (WHOLE, WORK, "max(0, min(full.hi - first, of_part))", "max(0, full.hi - first)"),
+    "all splits have the place of the first": (
+        SPLITS,
+        WORK,
+        "static_cast<i64>(blockIdx.y) * p.batch",
+        "i64{0} * p.batch",
     ),
     # Shared memory
     "a swizzle of chunks and one of steps": (RAW, TILE, "2 * step % PERIOD * 16", "2 * step % PERIOD * 32"),
@@ -126,7 +155,7 @@ FAULTS = {
     ),
     "rows of o before all have read them": (
         RAW,
-        KERNEL,
+        EPILOGUE,
         "__syncwarp();  // all have read them",
         "// all have read them",
     ),
@@ -135,7 +164,12 @@ FAULTS = {
     "signs of odd and even codes exchanged": (CODES, TBQ4, "ptx::prmt(even, high,", "ptx::prmt(high, even,"),
     "norms of the tile before": (CODES, KERNEL, "norms.store(sm, i + 2, at);", "norms.store(sm, i + 1, at);"),
     "norms are not scaled": (NORMS, TBQ4, "static_cast<u32>(127 + TOP - exponent) << 23", "127u << 23"),
-    "weights do not follow the scale of values": (NORMS, KERNEL, "if (now != log2_scale) state.shift(now - log2_scale);", ""),
+    "weights do not follow the scale of values": (
+        NORMS,
+        KERNEL,
+        "if (now != log2_scale) state.shift(now - log2_scale);",
+        "",
+    ),
     "the sum does not follow the scale of values": (
         NORMS,
         SOFTMAX,
@@ -157,7 +191,7 @@ FAULTS = {
     ),
     "the mean of K is not in the lse": (
         CODES,
-        KERNEL,
+        EPILOGUE,
         "return fmaf(sm.q_bias[row], p.softmax_scale_log2, m);",
         "return m;",
     ),
@@ -169,19 +203,24 @@ FAULTS = {
     ),
     "the mean of V counts with a sink": (
         replace(CODES, sinks=True, values="normal"),
-        KERNEL,
+        EPILOGUE,
         "const float own_keys = keys_l * scale;",
         "const float own_keys = 1.f;",
     ),
     "O stays in the rotated domain": (
         CODES,
-        KERNEL,
+        EPILOGUE,
         "TilesOf<cfg::V_FORMAT, Elem, DIMS>::type::restore(x, at.lane);",
         "Raw16Tiles<Elem, DIMS>::restore(x, at.lane);",
     ),
-    "the second block has the norm of the first": (BLOCKS, TBQ4, "norms_of(i, column * 8 / cfg::BLOCK)", "norms_of(i, 0)"),
+    "the second block has the norm of the first": (
+        BLOCKS,
+        TBQ4,
+        "norms_of(i, column * 8 / cfg::BLOCK)",
+        "norms_of(i, 0)",
+    ),
     "norms past the end are read": (CODES, KERNEL, "key < s.keys.lo || key >= s.keys.hi)", "key < s.keys.lo)"),
-    "norms take the place of others that are read": (LONG, TBQ4, "i % cfg::NORM_TILES", "i % 2"),
+    "norms take the place of others that are read": (LONG, TBQ4, "in_ring<cfg::NORM_TILES>(i)", "in_ring<2>(i)"),
     # Floats
     "two products for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.lo, b.hi);", ""),
     "the other two for three": (SINGLE, TF32, "ptx::mma_m16n8k8_tf32(small, a.hi, b.lo);", ""),
@@ -200,11 +239,17 @@ FAULTS = {
 
 # Two orders, and some at random.
 SEEDS = 8
+# Of dense problems.
+NUM_SPLITS = 3
+
+
+def prefill(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
+    return product.prefill(problem, num_splits=NUM_SPLITS if problem.q_layout == "dense" else 1, **choices)
 
 
 @functools.cache
 def check_without_fault(problem: PrefillProblem, changes: tuple[tuple[str, int], ...], seed: int) -> None:
-    assert_prefill(problem, *product.prefill(problem, seed=seed, changes=dict(changes)))
+    assert_prefill(problem, *prefill(problem, seed=seed, changes=dict(changes)))
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
@@ -216,7 +261,7 @@ def test_a_planted_fault_is_caught(fault: tuple[Any, ...]) -> None:
     for seed in range(SEEDS):
         check_without_fault(problem, tuple(changes.items()), seed)
         try:
-            assert_prefill(problem, *product.prefill(problem, seed=seed, changes=changes, patches=patches))
+            assert_prefill(problem, *prefill(problem, seed=seed, changes=changes, patches=patches))
         except (harness.KernelError, AssertionError) as error:
             if "does not compile" in str(error):
                 raise

@@ -1,0 +1,124 @@
+"""Into how many splits `prefill` cuts keys, and what a plan says of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn import _plan
+from cuattn._plan import DEVICES, Dtype, KvFormat, PrefillProblem
+
+H200 = DEVICES["sm_90a"]
+FORMATS = {Dtype.FP32: KvFormat.RAW32, Dtype.FP16: KvFormat.RAW16}
+
+
+def problem(num_tokens: int = 512, keys: int = 32768, dtype: Dtype = Dtype.FP16, **fields: Any) -> PrefillProblem:
+    """A chunk of one sequence with 32 heads on 8 KV heads against a cache."""
+    kv_format = fields.pop("kv_format", FORMATS[dtype])
+    sizes = {"batch": 1, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128, **fields}
+    return PrefillProblem(dtype, kv_format, kv_format, num_tokens=num_tokens, max_kv_len=keys, **sizes)
+
+
+def splits(*sizes: int, **fields: Any) -> int:
+    return _plan.prefill_plan(problem(*sizes, **fields), H200).num_splits
+
+
+def test_a_chunk_against_a_long_cache_is_cut_to_fill_the_gpu() -> None:
+    """128 tiles of 128 rows on 132 SMs, each with room for two."""
+    plan = _plan.prefill_plan(problem(), H200)
+    assert plan.num_splits == 2
+    assert plan.grid == (128, 2, 1)
+    assert splits(1) == splits(40) == 15
+
+
+@pytest.mark.parametrize("keys", [0, 1, 1024, 2047])
+def test_short_keys_are_not_cut(keys: int) -> None:
+    assert splits(1, keys) == 1
+
+
+def test_splits_are_no_shorter_than_1024_keys() -> None:
+    assert [splits(1, keys) for keys in (2048, 3072, 5000, 8192, 10**6)] == [2, 3, 4, 8, 15]
+
+
+def test_what_fills_the_gpu_is_not_cut() -> None:
+    """With a round of CTAs of a prompt, of which many end early, or with four of a chunk."""
+    assert splits(4096, 4096) == splits(1100, 2199) == 1
+    assert splits(1100, 2200) == 2
+    assert splits(4352) == splits(512, batch=9) == 1
+
+
+def test_ragged_sequences_are_not_cut() -> None:
+    """However few their tokens are: rows past the last have no result to be merged."""
+    assert splits(ragged=True) == splits(1, ragged=True) == 1
+
+
+def test_no_query_token_is_not_cut() -> None:
+    assert splits(0) == splits(batch=0) == 1
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 64])
+def test_the_number_of_splits_can_be_asked_for(num_splits: int) -> None:
+    plan = _plan.prefill_plan(problem(keys=100), H200, num_splits)
+    assert (plan.num_splits, plan.grid[1]) == (num_splits, num_splits)
+
+
+@given(
+    num_tokens=st.integers(0, 3000),
+    keys=st.integers(0, 100_000),
+    batch=st.integers(0, 9),
+    heads=st.sampled_from(((1, 1), (8, 1), (32, 8), (24, 24))),
+    head_dim=st.sampled_from((64, 128, 256)),
+    dtype=st.sampled_from((Dtype.FP16, Dtype.FP32)),
+    device=st.sampled_from(tuple(DEVICES.values())),
+)
+def test_splits_are_the_fewest_that_are_nearly_as_fast_as_any(
+    num_tokens: int, keys: int, batch: int, heads: tuple[int, int], head_dim: int, dtype: Dtype, device: _plan.Device
+) -> None:
+    """By rounds of the GPU, of which each takes the time of a split."""
+    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "value_dim": head_dim}
+    p = problem(num_tokens, keys, dtype, batch=batch, **sizes)
+    plan = _plan.prefill_plan(p, device)
+    at_once = plan.config.ctas_per_sm * device.num_sms
+    ctas = plan.grid[0]
+
+    def time(num_splits: int) -> float:
+        return -(-ctas * num_splits // at_once) / num_splits
+
+    allowed = [n for n in range(1, 17) if n == 1 or n * 1024 <= keys]
+    if ctas >= at_once * (4 if keys >= 2 * num_tokens else 1):
+        allowed = [1]
+    best = min(map(time, allowed))
+    assert plan.num_splits == min(n for n in allowed if time(n) <= 1.1 * best)
+    assert plan.grid == (ctas, plan.num_splits, 1)
+    assert f"splits     {plan.num_splits}, {plan.workspace_bytes} bytes of workspace" in str(plan)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize("kv_format", [KvFormat.RAW16, KvFormat.TBQ4], ids=lambda f: f.value)
+def test_the_workspace_is_that_of_parts_and_their_states(kv_format: KvFormat, num_splits: int) -> None:
+    p = problem(5, 100, batch=2, kv_format=kv_format, value_dim=128)
+    plan = _plan.prefill_plan(p, H200, num_splits)
+    assert plan.out_partial_shape == (num_splits, 2, 5, 32, 128)
+    parts = np.empty(plan.out_partial_shape, np.float32)
+    states = np.empty((*plan.out_partial_shape[:-1], 2), np.float32)
+    assert plan.workspace_bytes == (parts.nbytes + states.nbytes if num_splits > 1 else 0)
+
+
+def test_the_parts_of_values_have_their_dim() -> None:
+    p = problem(5, 100, head_dim=192, value_dim=128)
+    plan = _plan.prefill_plan(p, H200, 2)
+    assert plan.out_partial_shape == (2, 1, 5, 32, 128)
+    assert plan.workspace_bytes == 2 * 5 * 32 * 130 * 4
+
+
+def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
+    q, k = np.empty((1, 512, 32, 128), np.float16), np.empty((1, 32768, 8, 128), np.float16)
+    plan = cuattn.plan_prefill(q, k, k)
+    assert plan.num_splits == 2
+    assert f"splits     2, {2 * 512 * 32 * 130 * 4} bytes of workspace" in str(plan)
+    ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
+    assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
+    assert "splits     1, 0 bytes of workspace" in str(ragged)

@@ -306,8 +306,9 @@ def params_of(
     }
     arrays = {
         "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
-        "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "kv_len": kv_len, "page_table": call.page_table, "sinks": sinks,
+        "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "kv_len": kv_len, "page_table": call.page_table,
+        "sinks": sinks,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     for axes, names in (

@@ -338,9 +338,9 @@ class PrefillPlan:
 def choose_splits(problem: PrefillProblem, config: PrefillConfig, device: Device) -> int:
     """Choose into how many parts the keys are cut: the fewest that keep the GPU busy where query rows do not.
 
-    Where a sequence has few keys but those of its tokens, as in a prompt, a causal mask leaves most rows a part of them:
-    CTAs that end early make place for others, so that only a GPU that is not full is reason to cut. Parts of ragged
-    sequences would be merged for rows that have no result, so these are not cut.
+    Where a sequence has few keys but those of its tokens, as in a prompt, a causal mask leaves most rows a part of
+    them: CTAs that end early make place for others, so that only a GPU that is not full is reason to cut. Parts of
+    ragged sequences would be merged for rows that have no result, so these are not cut.
     """
     rows = ceil_div(problem.num_tokens * problem.group, config.tile_q)
     ctas = rows * problem.num_kv_heads * problem.batch

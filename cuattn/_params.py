@@ -11,9 +11,10 @@ _POINTER = np.uint64
 _I64 = np.int64
 _I32 = np.int32
 _F32 = np.float32
+_TENSOR_MAP = np.dtype("V128")
 
 
-def _struct(**fields: type[np.generic] | np.dtype[np.void]) -> np.dtype[np.void]:
+def _struct(**fields: type[np.generic] | np.dtype[Any]) -> np.dtype[np.void]:
     return np.dtype(list(fields.items()), align=True)
 
 
@@ -151,6 +152,43 @@ PREFILL = _struct(
     softcap_log2=_F32,
     scale_over_softcap=_F32,
     reserved=_I32,
+)
+
+TILED_PREFILL = _struct(
+    q_map=_TENSOR_MAP,
+    k_map=_TENSOR_MAP,
+    v_map=_TENSOR_MAP,
+    q=_POINTER,
+    k=_POINTER,
+    v=_POINTER,
+    out=_POINTER,
+    lse=_POINTER,
+    q_stride_batch=_I64,
+    q_stride_token=_I64,
+    q_stride_head=_I64,
+    k_stride_batch=_I64,
+    k_stride_token=_I64,
+    k_stride_head=_I64,
+    v_stride_batch=_I64,
+    v_stride_token=_I64,
+    v_stride_head=_I64,
+    out_stride_batch=_I64,
+    out_stride_token=_I64,
+    out_stride_head=_I64,
+    num_tokens=_I32,
+    num_qo_heads=_I32,
+    num_kv_heads=_I32,
+    group=_I32,
+    kv_len=_I32,
+    window_right=_I32,
+    num_tiles=_I32,
+    num_streams=_I32,
+    streams_at_once=_I32,
+    num_items=_I32,
+    softmax_scale_log2=_F32,
+    reserved0=_I32,
+    reserved1=_I32,
+    reserved2=_I32,
 )
 
 QUANTIZE = _struct(

@@ -82,6 +82,7 @@ class PrefillProblem:
     value_dim: int
     max_kv_len: int
     ragged: bool = False
+    beyond_tiles: str = ""
 
     @property
     def group(self) -> int:

@@ -144,6 +144,44 @@ struct PrefillParams {
   int reserved;
 };
 
+// Of prefill_sm90.cu.
+struct TiledPrefillParams {
+  TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of TILE_Q tokens of a head and 64 of head_dim
+  TensorMap k_map;  // [batch, kv_len, num_kv_heads, head_dim], of TILE_KV tokens
+  TensorMap v_map;
+  const u8* q;  // the same arrays, for ordinary loads
+  const u8* k;
+  const u8* v;
+  u8* out;     // as q
+  float* lse;  // as q without head_dim, contiguous, natural log; null: not wanted
+  i64 q_stride_batch;
+  i64 q_stride_token;
+  i64 q_stride_head;
+  i64 k_stride_batch;
+  i64 k_stride_token;
+  i64 k_stride_head;
+  i64 v_stride_batch;
+  i64 v_stride_token;
+  i64 v_stride_head;
+  i64 out_stride_batch;
+  i64 out_stride_token;
+  i64 out_stride_head;
+  int num_tokens;  // of q, of a sequence
+  int num_qo_heads;
+  int num_kv_heads;
+  int group;            // query heads per KV head
+  int kv_len;           // tokens of k and v, of a sequence
+  int window_right;     // as in DecodeParams
+  int num_tiles;        // of a sequence's query tokens
+  int num_streams;      // KV heads of sequences
+  int streams_at_once;  // whose tiles are worked on together
+  int num_items;        // tiles of query heads in all
+  float softmax_scale_log2;  // softmax_scale * log2(e), positive
+  int reserved0;
+  int reserved1;
+  int reserved2;
+};
+
 struct QuantizeParams {
   const u8* x;        // [dim0, dim1, heads, head_dim], In
   const float* mean;  // [heads, head_dim], subtracted; null: none

@@ -6,12 +6,6 @@
 #define CUATTN_COMMON_PTX_SM90_CUH
 #include "common/ptx.cuh"
 
-// A CUtensorMap, made by cuTensorMapEncodeTiled. A kernel takes it as a `const __grid_constant__` parameter, or inside
-// of one, and never copies it: the instructions want its address in parameter or global memory.
-struct alignas(128) TensorMap {
-  u64 opaque[16];
-};
-
 namespace ptx {
 
 // ---- mbarrier ----------------------------------------------------------------------------------------------------
@@ -92,6 +86,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// The accumulators themselves, which the compiler then does not read before wgmma_wait: it takes them for results of the
+// wgmma that began them.
+template <int N>
+__device__ __forceinline__ void read_behind(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // PTX ISA: matrix descriptor of wgmma. SWIZZLE is the bytes of a row that the swizzle permutes (0, 32, 64, 128), `lbo`
 // and `sbo` are bytes. With s = SWIZZLE, element (mn, k) of an operand lies, before the swizzle, at
 //   K-major   s > 0: mn/8 sbo + mn%8 s + 2 k                         s = 0: mn/8 sbo + k/8 lbo + mn%8 16 + k%8 2
@@ -110,6 +112,7 @@ __device__ __forceinline__ u64 smem_desc(const void* p, u32 lbo, u32 sbo) {
 #define CUATTN_REGS8 CUATTN_REGS4 ",%4,%5,%6,%7"
 #define CUATTN_REGS16 CUATTN_REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define CUATTN_REGS32 CUATTN_REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define CUATTN_REGS40 CUATTN_REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define CUATTN_REGS48 CUATTN_REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define CUATTN_REGS64 CUATTN_REGS48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define CUATTN_REGS80 CUATTN_REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
@@ -130,6 +133,7 @@ __device__ __forceinline__ u64 smem_desc(const void* p, u32 lbo, u32 sbo) {
   WGMMA(16, CUATTN_REGS8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", CUATTN_ACC8(0))                           \
   WGMMA(32, CUATTN_REGS16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", CUATTN_ACC16(0))                       \
   WGMMA(64, CUATTN_REGS32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", CUATTN_ACC32(0))                       \
+  WGMMA(80, CUATTN_REGS40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", CUATTN_ACC32(0), CUATTN_ACC8(32))      \
   WGMMA(96, CUATTN_REGS48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", CUATTN_ACC32(0), CUATTN_ACC16(32))     \
   WGMMA(128, CUATTN_REGS64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", CUATTN_ACC64(0))                      \
   WGMMA(160, CUATTN_REGS80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", CUATTN_ACC64(0), CUATTN_ACC16(64))    \
@@ -144,7 +148,7 @@ template <>
 constexpr bool IS_HALF<Half> = true;
 template <int N>
 constexpr bool IS_WGMMA_SHAPE =
-    N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 160 || N == 176 || N == 192 || N == 256;
+    N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 176 || N == 192 || N == 256;
 
 #define CUATTN_WGMMA_ASM(N_, TYPE, REGS, A, B, ACCUMULATE, TAIL)                                               \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N_ "k16.f32." TYPE \
@@ -189,6 +193,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u
 #undef CUATTN_REGS8
 #undef CUATTN_REGS16
 #undef CUATTN_REGS32
+#undef CUATTN_REGS40
 #undef CUATTN_REGS48
 #undef CUATTN_REGS64
 #undef CUATTN_REGS80

@@ -161,10 +161,10 @@ struct RowState {
     }
   }
 
-  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew and calls rescale(r, c,
-  // by) for the accumulators of each row; that is rare after the first keys, and uniform in the warp.
+  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew, calls rescale(r, c, by)
+  // for the accumulators of each row and returns true; that is rare after the first keys, and uniform in the warp.
   template <int N, class Factors, class Rescale>
-  __device__ __forceinline__ void follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
+  __device__ __forceinline__ bool follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
     float top[M][2];
     bool grew = false;
 #pragma unroll
@@ -178,7 +178,7 @@ struct RowState {
         grew |= top[r][c] > m[r][c] + SLACK;
       }
     }
-    if (!__any_sync(FULL_MASK, grew)) return;
+    if (!__any_sync(FULL_MASK, grew)) return false;
 #pragma unroll
     for (int r = 0; r < M; ++r) {
 #pragma unroll
@@ -192,6 +192,7 @@ struct RowState {
         rescale(r, c, by);
       }
     }
+    return true;
   }
 
   // From here on weights are 2^by times as large, as values are so much smaller: accumulators stay as they are. So m is

@@ -62,6 +62,12 @@ struct Either<false, A, B> {
   using type = B;
 };
 
+// A CUtensorMap, made by cuTensorMapEncodeTiled. A kernel takes it as a `const __grid_constant__` parameter, or inside
+// of one, and never copies it: TMA wants its address in parameter or global memory.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
 // The place of item i, which is not negative, in a ring of N.
 template <int N>
 __device__ __forceinline__ u32 in_ring(int i) {

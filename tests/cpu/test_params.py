@@ -9,7 +9,7 @@ from cuattn import _jit, _params, _plan
 
 HEADER = (_jit.CUDA_SRC / "common/params.cuh").read_text()
 CPP_TYPES = {"i64": np.dtype(np.int64), "int": np.dtype(np.int32), "float": np.dtype(np.float32)}
-CPP_TYPES["AppendSide"] = _params.APPEND_SIDE
+CPP_TYPES |= {"AppendSide": _params.APPEND_SIDE, "TensorMap": np.dtype("V128")}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ CPP_TYPES["AppendSide"] = _params.APPEND_SIDE
         ("DecodeParams", _params.DECODE),
         ("MergeParams", _params.MERGE),
         ("PrefillParams", _params.PREFILL),
+        ("TiledPrefillParams", _params.TILED_PREFILL),
         ("QuantizeParams", _params.QUANTIZE),
         ("DequantizeParams", _params.DEQUANTIZE),
         ("AppendSide", _params.APPEND_SIDE),
@@ -38,6 +39,7 @@ def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
         _params.DECODE,
         _params.MERGE,
         _params.PREFILL,
+        _params.TILED_PREFILL,
         _params.QUANTIZE,
         _params.DEQUANTIZE,
         _params.APPEND_SIDE,

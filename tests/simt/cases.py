@@ -47,7 +47,7 @@ WGMMA = (
     *(("f16", n, "ss_kk") for n in (8, 16)),
     *(("f16", 64, mode) for mode in WGMMA_MODES),
     *(("bf16", 176, mode) for mode in ("ss_km", "rs_k")),
-    *(("f16", 32, "rs_k"), ("bf16", 96, "rs_m"), ("bf16", 128, "ss_mm"), ("bf16", 160, "ss_kk")),
+    *(("f16", 32, "rs_k"), ("bf16", 80, "ss_kk"), ("bf16", 96, "rs_m"), ("bf16", 128, "ss_mm"), ("bf16", 160, "ss_kk")),
     *(("f16", 192, "rs_m"), ("bf16", 256, "ss_kk"), ("f16", 256, "rs_m")),
 )
 WGMMA_KERNELS = tuple(f"wgmma_{dtype}_{n}_{mode}" for dtype, n, mode in WGMMA)

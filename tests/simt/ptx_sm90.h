@@ -4,10 +4,6 @@
 #define CUATTN_COMMON_PTX_SM90_CUH
 #include "ptx.h"
 
-struct alignas(128) TensorMap {
-  u64 opaque[16];
-};
-
 namespace simt {
 
 // What stands in the bytes of a TensorMap. Index 0 is the innermost dimension; its stride is `element_bytes`.
@@ -266,6 +262,8 @@ template <int N>
 void wgmma_wait(Place at = here()) {
   simt::wgmma_wait(N, at);
 }
+template <int N>
+void read_behind(float (&)[N]) {}
 
 template <int SWIZZLE>
 u64 smem_desc(const void* p, u32 lbo, u32 sbo, Place at = here()) {

@@ -1,0 +1,198 @@
+"""Tiles, stages, shared memory, the order of work and the reach of `prefill_sm90.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cuattn import _params
+from cuattn._device import Device
+from cuattn._kinds import Dtype, KvFormat
+from cuattn._plan.base import WARP, align, ceil_div
+from cuattn._problem import PrefillProblem
+
+ARCH = "sm_90a"
+_GROUP_WARPS, _GROUP_ROWS = 4, 64
+# Registers of a thread, of the producer and of consumers, by the number of consuming warpgroups: together those of an SM.
+_REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+_TILE_ALIGN = 1024
+# With fewer query tokens most rows of a tile are padding, where prefill_mma.cu has the heads of a group in one.
+_MIN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPrefillConfig:
+    """Compile-time choices of ``prefill_sm90.cu``; one cubin per distinct value.
+
+    Attributes
+    ----------
+    dtype : Dtype
+    head_dim : int
+    consumers : int
+        Warpgroups that attend, each with 64 query rows.
+    tile_kv : int
+        Keys of one step.
+    num_stages : int
+        Tiles of K, and of V, that are there or on their way.
+    take_turns : bool
+        Whether consumers begin their products one after the other.
+    """
+
+    dtype: Dtype
+    head_dim: int
+    consumers: int
+    tile_kv: int
+    num_stages: int = 2
+    take_turns: bool = True
+
+    kernel = "prefill_sm90"
+    ctas_per_sm = 1
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.dtype.value}, head_dim {self.head_dim}"
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of one CTA, tokens of one head."""
+        return self.consumers * _GROUP_ROWS
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a CTA, the producer's warpgroup included."""
+        return (self.consumers + 1) * _GROUP_WARPS
+
+    @property
+    def smem_bytes(self) -> int:
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, and mbarriers."""
+        row = self.head_dim * self.dtype.itemsize
+        barriers = 8 * (2 + 4 * self.num_stages)
+        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers, _TILE_ALIGN)
+
+    def constants(self) -> dict[str, object]:
+        """Values of ``namespace cfg`` in the order printed."""
+        producer, consumer = _REGISTERS[self.consumers]
+        return {
+            "DTYPE": self.dtype,
+            "HEAD_DIM": self.head_dim,
+            "CONSUMERS": self.consumers,
+            "TILE_Q": self.tile_q,
+            "TILE_KV": self.tile_kv,
+            "NUM_STAGES": self.num_stages,
+            "TAKE_TURNS": self.take_turns,
+            "PRODUCER_REGISTERS": producer,
+            "CONSUMER_REGISTERS": consumer,
+            "SMEM_BYTES": self.smem_bytes,
+            "PARAMS_BYTES": _params.TILED_PREFILL.itemsize,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPrefillTile:
+    """Tile sizes of a config."""
+
+    consumers: int
+    tile_kv: int
+    num_stages: int = 2
+
+
+# By head_dim; docs/prefill.md has the sums. Not measured yet.
+_TILES = {
+    64: TiledPrefillTile(3, 128),
+    128: TiledPrefillTile(2, 128),
+    256: TiledPrefillTile(2, 80),
+}
+
+
+def tiled_prefill_config(dtype: Dtype, head_dim: int) -> TiledPrefillConfig:
+    """Return the config of a head_dim that `prefill_sm90.cu` has."""
+    t = _TILES[head_dim]
+    return TiledPrefillConfig(dtype, head_dim, t.consumers, t.tile_kv, t.num_stages)
+
+
+def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
+    """Every config that `prefill` can ask for on a device."""
+    if device.arch != ARCH:
+        return []
+    return [tiled_prefill_config(dtype, dim) for dtype in (Dtype.FP16, Dtype.BF16) for dim in _TILES]
+
+
+def why_not_tiled(problem: PrefillProblem, device: Device, num_splits: int) -> str:
+    """Say why a call is not one for `prefill_sm90.cu`; empty if it is."""
+    p = problem
+    reasons = (
+        (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
+        (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
+        (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
+        (p.ragged, "q is ragged"),
+        (p.beyond_tiles != "", p.beyond_tiles),
+        (p.max_kv_len == 0, "there are no keys"),
+        (p.num_tokens < _MIN_TOKENS, f"fewer than {_MIN_TOKENS} query tokens"),
+        (num_splits > 1, "few query tokens for many keys, which are cut into splits"),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+@dataclass(frozen=True)
+class TiledPrefillPlan:
+    """One prefill call by `prefill_sm90.cu`: what will run, and why. ``str(plan)`` explains it.
+
+    Attributes
+    ----------
+    problem : PrefillProblem
+    device : Device
+    config : TiledPrefillConfig
+    """
+
+    problem: PrefillProblem
+    device: Device
+    config: TiledPrefillConfig
+
+    num_splits = 1
+    workspace_bytes = 0
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Tiles of query tokens of a sequence."""
+        return ceil_div(self.problem.num_tokens, self.config.tile_q)
+
+    @cached_property
+    def num_streams(self) -> int:
+        """KV heads of sequences."""
+        return self.problem.num_kv_heads * self.problem.batch
+
+    @cached_property
+    def streams_at_once(self) -> int:
+        """KV heads of sequences whose tiles are worked on together: those with K and V in half of the L2 cache."""
+        p = self.problem
+        row = 2 * p.head_dim * p.dtype.itemsize
+        fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
+        return max(1, min(self.num_streams, fit))
+
+    @cached_property
+    def num_items(self) -> int:
+        """Tiles of query tokens of all heads."""
+        return self.num_tiles * self.num_streams * self.problem.group
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of prefill_sm90.cu: one an SM, each for several items."""
+        return (min(self.device.num_sms, self.num_items), 1, 1)
+
+    @cached_property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of prefill_sm90.cu."""
+        return (self.config.num_warps * WARP, 1, 1)
+
+    def __str__(self) -> str:
+        p, c = self.problem, self.config
+        return "\n".join((
+            f"prefill on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
+            f"  problem    batch {p.batch}, {p.num_tokens} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, "
+            f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys",
+            f"  kernel     prefill_sm90: {c.tile_q} query tokens x {c.tile_kv} keys, {c.consumers} warpgroups of "
+            f"{_GROUP_ROWS} rows and a producer, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory",
+            f"  launch     grid {self.grid}, block {self.block[0]}, {self.num_items} items",
+            f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
+            f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
+        ))  # fmt: skip

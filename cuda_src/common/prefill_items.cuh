@@ -1,0 +1,69 @@
+// common/prefill_items.cuh -- the order in which CTAs of prefill_sm90.cu take tiles of query tokens, and what these see.
+// SPDX-License-Identifier: Apache-2.0
+#ifndef CUATTN_COMMON_PREFILL_ITEMS_CUH
+#define CUATTN_COMMON_PREFILL_ITEMS_CUH
+#include "common/mask.cuh"
+#include "common/params.cuh"
+
+// A tile of query tokens of one head.
+struct Item {
+  int batch, head, kv_head;
+  int token0, num_tokens;  // `num_tokens` of them are there
+  int key_tiles;           // that any row sees
+  int full_tiles;          // the first of them, of which all rows see all keys
+
+  // The first key that row `row` does not see; the rows that pad a tile see what the last one sees.
+  __device__ __forceinline__ int end_of_keys(const TiledPrefillParams& p, int row) const {
+    return visible_keys(token0 + min(row, num_tokens - 1), p.num_tokens, p.kv_len, -1, p.window_right).hi;
+  }
+  __device__ __forceinline__ const u8* query(const TiledPrefillParams& p, int row) const {
+    return p.q + batch * p.q_stride_batch + (token0 + row) * p.q_stride_token + head * p.q_stride_head;
+  }
+  __device__ __forceinline__ const u8* key(const TiledPrefillParams& p, int key) const {
+    return p.k + batch * p.k_stride_batch + key * p.k_stride_token + kv_head * p.k_stride_head;
+  }
+  __device__ __forceinline__ const u8* value(const TiledPrefillParams& p, int key) const {
+    return p.v + batch * p.v_stride_batch + key * p.v_stride_token + kv_head * p.v_stride_head;
+  }
+  __device__ __forceinline__ u8* out(const TiledPrefillParams& p, int row) const {
+    return p.out + batch * p.out_stride_batch + (token0 + row) * p.out_stride_token + head * p.out_stride_head;
+  }
+  // Index of a row in lse.
+  __device__ __forceinline__ i64 flat(const TiledPrefillParams& p, int row) const {
+    return (static_cast<i64>(batch) * p.num_tokens + token0 + row) * p.num_qo_heads + head;
+  }
+};
+
+// Item `index` of all. Streams, which are KV heads of sequences, take turns by `streams_at_once`. Of those the tiles of
+// the last tokens come first, as a causal mask leaves them the most keys: work that begins last should be short. The
+// heads of a group, which read the same keys, are neighbors.
+__device__ __forceinline__ Item item_at(const TiledPrefillParams& p, int index) {
+  const int per_turn = p.streams_at_once * p.group * p.num_tiles;
+  const int turn = index / per_turn, in_turn = index % per_turn;
+  const int heads = min(p.streams_at_once, p.num_streams - turn * p.streams_at_once) * p.group;
+  const int stream = turn * p.streams_at_once + in_turn % heads / p.group;
+  Item w;
+  w.batch = stream / p.num_kv_heads;
+  w.kv_head = stream % p.num_kv_heads;
+  w.head = w.kv_head * p.group + in_turn % heads % p.group;
+  w.token0 = (p.num_tiles - 1 - in_turn / heads) * cfg::TILE_Q;
+  w.num_tokens = min(cfg::TILE_Q, p.num_tokens - w.token0);
+  w.key_tiles = (w.end_of_keys(p, cfg::TILE_Q) + cfg::TILE_KV - 1) / cfg::TILE_KV;
+  w.full_tiles = w.end_of_keys(p, 0) / cfg::TILE_KV;
+  return w;
+}
+
+// Calls work(item) for each item of this CTA. CTAs take one in each round, in turns from the first and from the last,
+// so that none has the longest of every round.
+template <class Work>
+__device__ __forceinline__ void for_items(const TiledPrefillParams& p, Work work) {
+  const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    const int index = round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
+    if (index >= p.num_items) break;
+    work(item_at(p, index));
+  }
+}
+
+#endif

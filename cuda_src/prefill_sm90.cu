@@ -1,0 +1,426 @@
+// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): dense 16-bit queries, keys and values.
+// SPDX-License-Identifier: Apache-2.0
+//
+//   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
+//   block  CONSUMERS warpgroups that attend, and one of which a single thread asks TMA for tiles
+//   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last ones first
+//
+// Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Of each tile of K and
+// of V a ring of mbarriers says that it is there, and that all consumers have read the one whose place it takes. Scores
+// of a tile are begun before the values of the tile before it are added, so that a warpgroup's exponentials stand beside
+// its own products; and warpgroups take turns in beginning products, so that they stand beside those of the others.
+#include "common/elements.cuh"
+#include "common/prefill_items.cuh"
+#include "common/ptx_sm90.cuh"
+#include "common/softmax.cuh"
+
+namespace {
+
+using Elem = ElemOf<cfg::DTYPE>::type;
+
+constexpr int GROUP_THREADS = 128, GROUP_WARPS = 4;  // of a warpgroup
+constexpr int GROUP_ROWS = 64;                       // the M of wgmma
+constexpr int CONSUMER_WARPS = cfg::CONSUMERS * GROUP_WARPS;
+constexpr int CHUNK = 64, CHUNKS = cfg::HEAD_DIM / CHUNK;  // columns that a swizzled row of 128 bytes has
+constexpr u32 ROW_BYTES = CHUNK * sizeof(Elem), EIGHT_ROWS = 8 * ROW_BYTES;
+constexpr int STEP = 16;  // the K of wgmma
+constexpr int KEY_TILES = cfg::TILE_KV / 8, DIM_TILES = cfg::HEAD_DIM / 8;  // of 8 columns of an accumulator
+static_assert(cfg::TILE_Q == cfg::CONSUMERS * GROUP_ROWS, "a consumer has 64 rows");
+static_assert(cfg::HEAD_DIM % CHUNK == 0, "chunks of columns are whole");
+static_assert(cfg::TILE_KV % STEP == 0, "keys are the K of P V");
+static_assert(cfg::TILE_Q <= 256 && cfg::TILE_KV <= 256, "a box of TMA has 256 rows at most");
+
+struct Smem {
+  alignas(1024) Elem q[CHUNKS][cfg::TILE_Q * CHUNK];
+  alignas(1024) Elem k[cfg::NUM_STAGES][CHUNKS][cfg::TILE_KV * CHUNK];
+  alignas(1024) Elem v[cfg::NUM_STAGES][CHUNKS][cfg::TILE_KV * CHUNK];
+  u64 q_full, q_empty;
+  u64 k_full[cfg::NUM_STAGES], k_empty[cfg::NUM_STAGES];
+  u64 v_full[cfg::NUM_STAGES], v_empty[cfg::NUM_STAGES];
+};
+static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
+static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
+
+// Named barriers; 0 is __syncthreads.
+enum { FIRST_TURN = 1 };
+
+using Scores = float[KEY_TILES * 4];
+using Outputs = float[DIM_TILES * 4];
+using Weights = u32[cfg::TILE_KV / STEP][4];  // the A of wgmma
+using State = softmax::RowState<1>;
+using Factors = softmax::RowFactors<1, false>;
+
+// The place in a ring of tiles, and the parity of its phase.
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage < cfg::NUM_STAGES) return;
+    stage = 0;
+    phase ^= 1;
+  }
+};
+
+// ---- the producer ------------------------------------------------------------------------------------------------
+
+template <int ROWS>
+__device__ __forceinline__ void load_tile(Elem (&tile)[CHUNKS][ROWS * CHUNK], const TensorMap& map, u64* full, int head,
+                                          int token, int batch) {
+  ptx::mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, batch);
+}
+
+// Asks for tiles in the order in which consumers need them: K of a tile, then V of the one before.
+__device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
+  Ring keys, values;
+  u32 q_phase = 0;
+  for_items(p, [&](const Item& w) {
+    const auto load_keys = [&](int tile) {
+      ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
+      load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, tile * cfg::TILE_KV,
+                              w.batch);
+      keys.advance();
+    };
+    const auto load_values = [&](int tile) {
+      ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
+      load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, tile * cfg::TILE_KV,
+                              w.batch);
+      values.advance();
+    };
+    if (w.key_tiles == 0) return;
+    load_keys(w.key_tiles - 1);
+    ptx::mbarrier_wait(&sm.q_empty, q_phase ^ 1);
+    load_tile<cfg::TILE_Q>(sm.q, p.q_map, &sm.q_full, w.head, w.token0, w.batch);
+    q_phase ^= 1;
+#pragma unroll 1
+    for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
+      load_keys(tile);
+      load_values(tile + 1);
+    }
+    load_values(0);
+  });
+}
+
+// ---- a consumer --------------------------------------------------------------------------------------------------
+
+// Which rows of the CTA's tile a lane has.
+struct Lane {
+  int group, lane, g, t;
+  int row0;  // first row of its warp
+
+  __device__ __forceinline__ Lane() {
+    const int warp = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x) / WARP, 0);  // the compiler sees it is uniform
+    group = warp / GROUP_WARPS;
+    lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    row0 = warp * 16;
+  }
+  // Row g (`r` 0) or g + 8 (1) of the warp's 16.
+  __device__ __forceinline__ int row(int r) const { return row0 + g + 8 * r; }
+};
+
+// Warpgroups begin products one after the other.
+struct Turns {
+  static constexpr bool ON = cfg::TAKE_TURNS && cfg::CONSUMERS > 1;
+  int group;
+
+  __device__ __forceinline__ void begin() const {
+    if constexpr (ON) ptx::bar_sync(FIRST_TURN + group, 2 * GROUP_THREADS);
+  }
+  __device__ __forceinline__ void end() const {
+    if constexpr (ON) ptx::bar_arrive(FIRST_TURN + (group + 1) % cfg::CONSUMERS, 2 * GROUP_THREADS);
+  }
+};
+
+// This warp has read what `empty` guards.
+__device__ __forceinline__ void release(u64* empty, const Lane& at) {
+  if (at.lane == 0) ptx::mbarrier_arrive(empty);
+}
+
+// Begins s = Q K^T. Descriptors count in units of 16 bytes, and the sum does not leave their field.
+__device__ __forceinline__ void begin_scores(Scores& s, u64 q, u64 k) {
+  constexpr u32 Q_CHUNK = cfg::TILE_Q * ROW_BYTES, K_CHUNK = cfg::TILE_KV * ROW_BYTES;
+#pragma unroll
+  for (int step = 0; step < cfg::HEAD_DIM / STEP; ++step) {
+    const int chunk = step * STEP / CHUNK, within = step * STEP % CHUNK * sizeof(Elem);
+    ptx::wgmma_ss<Elem, cfg::TILE_KV>(s, q + (chunk * Q_CHUNK + within) / 16, k + (chunk * K_CHUNK + within) / 16,
+                                      step > 0);
+  }
+}
+
+// Begins o += P V.
+__device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights, u64 v) {
+#pragma unroll
+  for (int step = 0; step < cfg::TILE_KV / STEP; ++step) {
+    ptx::wgmma_rs<Elem, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
+  }
+}
+
+// Scores of keys that a row does not see.
+__device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, const Item& w, int tile, const Lane& at) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int hi = w.end_of_keys(p, at.row(r)) - tile * cfg::TILE_KV - 2 * at.t;
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (n * 8 + j >= hi) s[4 * n + 2 * r + j] = neg_inf();
+      }
+    }
+  }
+}
+
+// Turns scores into weights; by[r] is what the outputs so far are to be multiplied by if the result is true.
+__device__ __forceinline__ bool weigh(Scores& s, State& state, const Factors& factors, float (&by)[2]) {
+  float (&x)[1][KEY_TILES][4] = reinterpret_cast<float (&)[1][KEY_TILES][4]>(s);
+  const bool grew = state.follow(x, factors, [&](int, int r, float factor) { by[r] = factor; });
+#pragma unroll
+  for (int n = 0; n < KEY_TILES; ++n) state.weigh(x[0][n], factors, 0);
+  return grew;
+}
+
+// Columns of weights stand in an accumulator as in the A of a product.
+__device__ __forceinline__ void pack(Weights& weights, const Scores& s) {
+#pragma unroll
+  for (int i = 0; i < KEY_TILES * 2; ++i) weights[i / 4][i % 4] = ptx::pack2<Elem>(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void scale(Outputs& o, const float (&by)[2]) {
+#pragma unroll
+  for (int i = 0; i < DIM_TILES * 4; ++i) o[i] *= by[i / 2 % 2];
+}
+
+// Normalizes and stores the warp's rows. Four lanes have four times four bytes of a row each: after an exchange each of
+// them has sixteen successive ones.
+__device__ __forceinline__ void store(const Outputs& o, const State& state, const TiledPrefillParams& p, const Item& w,
+                                      const Lane& at) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = at.row(r);
+    const bool is_there = row < w.num_tokens;
+    const float by = softmax::inverse_sum(state.l[0][r]);
+    if (at.t == 0 && is_there && p.lse != nullptr) {
+      p.lse[w.flat(p, row)] = softmax::lse(state.maximum(0, r), state.l[0][r]);
+    }
+    u8* out = w.out(p, row) + at.t * 16;
+#pragma unroll
+    for (int d = 0; d < DIM_TILES; d += 4) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = ptx::pack2<Elem>(o[4 * (d + i) + 2 * r] * by, o[4 * (d + i) + 2 * r + 1] * by);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if ((i & bit) != 0) continue;
+          const bool upper = (at.t & bit) != 0;
+          const u32 other = __shfl_xor_sync(FULL_MASK, upper ? x[i] : x[i | bit], bit);
+          if (upper) {
+            x[i] = other;
+          } else {
+            x[i | bit] = other;
+          }
+        }
+      }
+      if (is_there) *reinterpret_cast<uint4*>(out + d * 16) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+// ---- values that are not finite ----------------------------------------------------------------------------------
+// One that is hidden from some rows of a tile reaches them as 0 * NaN. It shows in the result; then the keys that not all
+// rows of the warp see are looked at, and if it is there, the warp attends anew by ordinary sums. Rare.
+
+__device__ __forceinline__ bool is_bad(const Outputs& o) {
+  float sum = 0.f;  // x * 0 is NaN if x is no number
+#pragma unroll
+  for (int i = 0; i < DIM_TILES * 4; ++i) sum += o[i] * 0.f;
+  return __any_sync(FULL_MASK, sum != 0.f);
+}
+
+__device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, const Item& w, const Lane& at) {
+  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, p.kv_len);
+  bool bad = false;
+#pragma unroll 1
+  for (int key = first; key < last; ++key) {
+    const u16* row = reinterpret_cast<const u16*>(w.value(p, key));
+#pragma unroll 1
+    for (int dim = at.lane; dim < cfg::HEAD_DIM; dim += WARP) {
+      bad |= (row[dim] & ElemTraits<Elem>::EXPONENT) == ElemTraits<Elem>::EXPONENT;
+    }
+  }
+  return __any_sync(FULL_MASK, bad);
+}
+
+// A lane has elements 4 lane .. 4 lane + 3 of every 128.
+__device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, const Item& w, const Lane& at) {
+  constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
+  const auto load = [&](const u8* row, int i) {
+    const int dim = (i * WARP + at.lane) * 4;
+    return dim < cfg::HEAD_DIM ? load4(reinterpret_cast<const Elem*>(row) + dim) : make_float4(0.f, 0.f, 0.f, 0.f);
+  };
+#pragma unroll 1
+  for (int row = at.row0; row < min(at.row0 + 16, w.num_tokens); ++row) {
+    float4 q[VECTORS], o[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) q[i] = load(w.query(p, row), i), o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    float m = neg_inf(), l = 0.f;
+    const int end = w.end_of_keys(p, row);
+#pragma unroll 1
+    for (int key = 0; key < end; ++key) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const float4 k = load(w.key(p, key), i);
+        sum += q[i].x * k.x + q[i].y * k.y + q[i].z * k.z + q[i].w * k.w;
+      }
+#pragma unroll
+      for (int bit = 1; bit < WARP; bit *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, bit);
+      const float x = sum * p.softmax_scale_log2, m_new = fmaxf(m, x);
+      const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
+      m = m_new;
+      l = l * by + weight;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const float4 v = load(w.value(p, key), i);
+        o[i].x = o[i].x * by + weight * v.x, o[i].y = o[i].y * by + weight * v.y;
+        o[i].z = o[i].z * by + weight * v.z, o[i].w = o[i].w * by + weight * v.w;
+      }
+    }
+    if (at.lane == 0 && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
+    const float by = softmax::inverse_sum(l);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int dim = (i * WARP + at.lane) * 4;
+      if (dim >= cfg::HEAD_DIM) continue;
+      store4(reinterpret_cast<Elem*>(w.out(p, row)) + dim,
+             make_float4(o[i].x * by, o[i].y * by, o[i].z * by, o[i].w * by));
+    }
+  }
+}
+
+// ---- the loop of a consumer --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
+  const Lane at;
+  const Turns turns{at.group};
+  const u64 q = ptx::smem_desc<128>(&sm.q[0][at.group * GROUP_ROWS * CHUNK], 16, EIGHT_ROWS);
+  const auto keys_at = [&](int stage) { return ptx::smem_desc<128>(sm.k[stage][0], 16, EIGHT_ROWS); };
+  const auto values_at = [&](int stage) {
+    return ptx::smem_desc<128>(sm.v[stage][0], cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS);
+  };
+  Factors factors{};
+  factors.fill([&](int, int) { return p.softmax_scale_log2; });
+  Ring keys, values;
+  u32 q_phase = 0;
+  if (at.group == cfg::CONSUMERS - 1) turns.end();  // the first one begins
+
+  for_items(p, [&](const Item& w) {
+    State state;
+    Outputs o;
+#pragma unroll
+    for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
+    if (w.key_tiles > 0) {
+      Scores s;
+      Weights weights;
+      float by[2];
+      int tile = w.key_tiles - 1;
+
+      ptx::mbarrier_wait(&sm.q_full, q_phase);
+      q_phase ^= 1;
+      turns.begin();
+      ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);
+      ptx::wgmma_fence();
+      begin_scores(s, q, keys_at(keys.stage));
+      ptx::wgmma_commit();
+      turns.end();
+      ptx::wgmma_wait<0>();
+      ptx::read_behind(s);
+      release(&sm.k_empty[keys.stage], at);
+      keys.advance();
+      if (tile == 0) release(&sm.q_empty, at);
+      if (tile >= w.full_tiles) hide(s, p, w, tile, at);
+      weigh(s, state, factors, by);
+      pack(weights, s);
+
+      const auto step = [&](auto masked) {
+        --tile;
+        turns.begin();
+        ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);
+        ptx::wgmma_fence();
+        begin_scores(s, q, keys_at(keys.stage));
+        ptx::wgmma_commit();
+        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
+        ptx::wgmma_fence();
+        begin_outputs(o, weights, values_at(values.stage));
+        ptx::wgmma_commit();
+        turns.end();
+        ptx::wgmma_wait<1>();
+        ptx::read_behind(s);
+        release(&sm.k_empty[keys.stage], at);
+        keys.advance();
+        if (tile == 0) release(&sm.q_empty, at);
+        if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
+        const bool grew = weigh(s, state, factors, by);
+        ptx::wgmma_wait<0>();
+        ptx::read_behind(o);
+        release(&sm.v_empty[values.stage], at);
+        values.advance();
+        if (grew) scale(o, by);
+        pack(weights, s);
+      };
+#pragma unroll 1
+      while (tile > w.full_tiles) step(Flag<true>{});
+#pragma unroll 1
+      while (tile > 0) step(Flag<false>{});
+
+      ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
+      ptx::wgmma_fence();
+      begin_outputs(o, weights, values_at(values.stage));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::read_behind(o);
+      release(&sm.v_empty[values.stage], at);
+      values.advance();
+    }
+    state.reduce();
+    if (is_bad(o) && has_bad_values(p, w, at)) {
+      attend_plainly(p, w, at);
+    } else {
+      store(o, state, p, w, at);
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
+    prefill_sm90_kernel(const __grid_constant__ TiledPrefillParams p) {
+  Smem& sm = *reinterpret_cast<Smem*>(ptx::dynamic_smem());
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&sm.q_full, 1);
+    ptx::mbarrier_init(&sm.q_empty, CONSUMER_WARPS);
+#pragma unroll
+    for (int i = 0; i < cfg::NUM_STAGES; ++i) {
+      ptx::mbarrier_init(&sm.k_full[i], 1);
+      ptx::mbarrier_init(&sm.v_full[i], 1);
+      ptx::mbarrier_init(&sm.k_empty[i], CONSUMER_WARPS);
+      ptx::mbarrier_init(&sm.v_empty[i], CONSUMER_WARPS);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are there
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x < cfg::CONSUMERS * GROUP_THREADS) {
+    ptx::setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    consume(p, sm);
+  } else {
+    ptx::setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    if (threadIdx.x == cfg::CONSUMERS * GROUP_THREADS) produce(p, sm);
+  }
+}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _merge, _params, _plan, reference
+from . import _arrays, _check, _jit, _merge, _params, _plan, _tiled, reference
 from ._arrays import Array
 from ._cache import Cache, Planes
 from ._quantize import Tbq4Array
@@ -168,7 +169,7 @@ def plan_prefill(
     kv_len: Array | None = None,
     page_table: Array | None = None,
     device: _plan.Device | str | None = None,
-) -> _plan.PrefillPlan:
+) -> _plan.PrefillPlan | _plan.TiledPrefillPlan:
     """Say what `prefill` would run for these arrays, and why; ``print`` it.
 
     Parameters
@@ -182,8 +183,9 @@ def plan_prefill(
 
     Returns
     -------
-    PrefillPlan
-        Config, grid, order of work and FLOPs.
+    PrefillPlan or TiledPrefillPlan
+        Config, grid, order of work and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs have for dense calls in
+        16 bits without the options that it lacks.
 
     Raises
     ------
@@ -194,7 +196,7 @@ def plan_prefill(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table,
         contents=False,
     )  # fmt: skip
-    return _plan.prefill_plan(call.problem, _check.device(device, call.q))
+    return _plan.choose_prefill(call.problem, _check.device(device, call.q))
 
 
 def _without_page(cache: Cache) -> Array | Planes:
@@ -227,7 +229,11 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         if out.size == 0:
             return out, lse
         device = _arrays.device(ordinal)
-        plan = _plan.prefill_plan(call.problem, device)
+        plan = _plan.choose_prefill(call.problem, device)
+        if isinstance(plan, _plan.TiledPrefillPlan):
+            tiled = tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
+            return out, lse
 
         def contiguous(x: Array | None) -> Array | None:
             return None if x is None else cupy.ascontiguousarray(cupy.asarray(x))
@@ -325,3 +331,53 @@ def params_of(
     if cu_seqlens_k is not None:
         values |= {f"{name}_stride_page": 0 for name in ("k", "v", "k_norms", "v_norms")}
     return _params.fill(_params.PREFILL, values)
+
+
+def tiled_params_of(
+    call: _check.PrefillCall,
+    plan: _plan.TiledPrefillPlan,
+    *,
+    out: Array,
+    lse: Array | None,
+    encode: Callable[[_tiled.TensorTiles], np.void],
+) -> np.ndarray[Any, Any]:
+    """Fill the parameters of `prefill_sm90.cu`; arrays as in `params_of`.
+
+    Parameters
+    ----------
+    call : PrefillCall
+    plan : TiledPrefillPlan
+        Of ``call.problem``.
+    out : array, shape ``call.out_shape``
+    lse : array, shape of `out` without head_dim, float32, contiguous, or None
+    encode : callable
+        Makes a tensor map.
+
+    Returns
+    -------
+    numpy.ndarray, size 1, dtype `_params.TILED_PREFILL`
+    """
+    problem, config = plan.problem, plan.config
+    values: dict[str, Any] = {
+        "num_tokens": problem.num_tokens,
+        "num_qo_heads": problem.num_qo_heads,
+        "num_kv_heads": problem.num_kv_heads,
+        "group": problem.group,
+        "kv_len": problem.max_kv_len,
+        "window_right": 0 if call.causal else call.window[1],
+        "num_tiles": plan.num_tiles,
+        "num_streams": plan.num_streams,
+        "streams_at_once": plan.streams_at_once,
+        "num_items": plan.num_items,
+        "softmax_scale_log2": call.softmax_scale * math.log2(math.e),
+        "lse": _arrays.pointer(lse),
+    }
+    for name, array, tokens in (
+        ("q", call.q, config.tile_q), ("k", call.k.rows, config.tile_kv), ("v", call.v.rows, config.tile_kv),
+        ("out", out, 0),
+    ):  # fmt: skip
+        values[name] = _arrays.pointer(array)
+        values.update((f"{name}_stride_{axis}", s) for axis, s in zip(("batch", "token", "head"), array.strides))
+        if tokens:
+            values[f"{name}_map"] = encode(_tiled.tiles_of(array, tokens))
+    return _params.fill(_params.TILED_PREFILL, values)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn import _plan
+from cuattn import _plan, _tiled
 from cuattn._arrays import Array, as_array, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check import cache as check_cache
@@ -111,7 +111,23 @@ class PrefillCall:
             value_dim=self.v.head_dim,
             max_kv_len=self.max_pages * self.k.page_size,
             ragged=self.ragged,
+            beyond_tiles=self._beyond_tiles(),
         )
+
+    def _beyond_tiles(self) -> str:
+        """Say why `prefill_sm90.cu` does not have a call of these options and layouts; empty if it may."""
+        reasons = (
+            (self.cu_seqlens_k is not None, "k and v are ragged"),
+            (self.page_table is not None, "k and v are in pages"),
+            (self.kv_len is not None, "kv_len says how many keys are valid"),
+            (self.window[0] >= 0, "the window has a left bound"),
+            (bool(self.softcap), "there is a softcap"),
+            (self.sinks is not None, "there are sinks"),
+            (self.softmax_scale <= 0, "softmax_scale is not positive"),
+        )
+        arrays = (("q", self.q), ("k", self.k.rows), ("v", self.v.rows))
+        strides = (_tiled.why_not(name, x) for name, x in arrays)
+        return next((why for holds, why in reasons if holds), "") or next(filter(None, strides), "")
 
 
 def _queries(q: Array, keys: Cache, values: Cache, *, ragged: bool, for_kernel: bool) -> None:

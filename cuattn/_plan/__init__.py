@@ -43,6 +43,13 @@ from cuattn._plan.prefill import (
     prefill_configs,
     prefill_plan,
 )
+from cuattn._plan.prefill_sm90 import (
+    TiledPrefillConfig,
+    TiledPrefillPlan,
+    choose_prefill,
+    tiled_prefill_config,
+    tiled_prefill_configs,
+)
 from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, PrefillProblem
 
@@ -50,12 +57,13 @@ __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "PREFILL_DIMS",
     "REGISTERS_PER_SM", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile",
     "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan", "PrefillProblem",
-    "QuantizeConfig", "align", "append_configs", "arch_of", "ceil_div", "choose_splits", "codec_config", "config_of",
-    "decode_config", "decode_plan", "decode_tiles", "formats_of", "heads_tiles", "merge_config", "prefill_config",
-    "prefill_configs", "prefill_plan", "shipped_configs",
+    "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align", "append_configs", "arch_of", "ceil_div",
+    "choose_prefill", "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles",
+    "formats_of", "heads_tiles", "merge_config", "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs",
+    "tiled_prefill_config", "tiled_prefill_configs",
 ]  # fmt: skip
 
-Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig
+Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig | TiledPrefillConfig
 
 
 def shipped_configs(device: Device) -> list[Config]:
@@ -75,4 +83,4 @@ def shipped_configs(device: Device) -> list[Config]:
             codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean, num_heads=num_heads)
             for num_heads in (1, 64)
         )
-    return configs + append_configs() + prefill_configs(device)
+    return configs + append_configs() + prefill_configs(device) + tiled_prefill_configs(device)

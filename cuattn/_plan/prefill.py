@@ -262,12 +262,15 @@ class PrefillPlan:
     config : PrefillConfig
     num_splits : int
         Parts into which the keys of a tile of query rows are cut; more than one needs `merge`.
+    reason : str
+        Why it is not `prefill_sm90.cu`; empty: it was not asked for.
     """
 
     problem: PrefillProblem
     device: Device
     config: PrefillConfig
     num_splits: int = 1
+    reason: str = ""
 
     @cached_property
     def num_tiles(self) -> int:
@@ -332,6 +335,8 @@ class PrefillPlan:
         ]
         lines[1] += f"{p.dtype.value}{kv}, up to {p.max_kv_len} keys"
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
+        if self.reason:
+            lines.insert(3, f"  not sm90   {self.reason}")
         return "\n".join(lines)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from cuattn import _params
 from cuattn._device import Device
 from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import WARP, align, ceil_div
+from cuattn._plan.prefill import PrefillPlan, prefill_plan
 from cuattn._problem import PrefillProblem
 
 ARCH = "sm_90a"
@@ -196,3 +197,18 @@ class TiledPrefillPlan:
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
             f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
         ))  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def choose_prefill(problem: PrefillProblem, device: Device) -> PrefillPlan | TiledPrefillPlan:
+    """Plan one prefill call by the kernel that is made for it.
+
+    Raises
+    ------
+    ValueError
+        If the device has too little shared memory.
+    """
+    plan = prefill_plan(problem, device)
+    if reason := why_not_tiled(problem, device, plan.num_splits):
+        return replace(plan, reason=reason)
+    return TiledPrefillPlan(problem, device, tiled_prefill_config(problem.dtype, problem.head_dim))

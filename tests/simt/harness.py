@@ -152,15 +152,27 @@ class Module:
         """
         if array.strides[-1] != array.itemsize:
             raise ValueError(f"the last dimension must be contiguous, got strides {array.strides}")
-        rank = array.ndim
+        return self.tensor_map_of(array.ctypes.data, array.shape, array.strides[:-1], box, swizzle, array.itemsize)
+
+    def tensor_map_of(
+        self,
+        pointer: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+        itemsize: int = 2,
+    ) -> bytes:
+        """Return the same of an address, the array's shape, and the strides of all axes but the last."""
+        rank = len(shape)
         out = ctypes.create_string_buffer(128)
         error = self._library.simt_tensor_map(
             out,
-            ctypes.c_void_p(array.ctypes.data),
-            array.itemsize,
+            ctypes.c_void_p(pointer),
+            itemsize,
             rank,
-            (ctypes.c_ulonglong * rank)(*array.shape[::-1]),
-            (ctypes.c_ulonglong * rank)(*array.strides[-2::-1]),
+            (ctypes.c_ulonglong * rank)(*reversed(shape)),
+            (ctypes.c_ulonglong * rank)(*reversed(strides)),
             (ctypes.c_uint * rank)(*box),
             swizzle,
         )

@@ -8,7 +8,7 @@ import numpy as np
 from simt import harness
 from strategies import AppendProblem, PrefillProblem, Problem
 
-from cuattn import _append, _check, _jit, _merge, _plan, _prefill, _quantize, _segments, _tbq4
+from cuattn import _append, _check, _jit, _merge, _plan, _prefill, _quantize, _segments, _tbq4, _tiled
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -139,6 +139,48 @@ def prefill_arrays(
     if not merge:
         return parts, states
     return (out[0], lse[0]) if call.ragged else (out, lse)
+
+
+def tiled_prefill_arrays(
+    *arrays: np.ndarray,
+    seed: int = 0,
+    patches: Sequence[tuple[str, str, str]] = (),
+    changes: Mapping[str, Any] | None = None,
+    num_ctas: int = 2,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run prefill_sm90.cu on NumPy arrays, whatever the plan would choose; results, if not in `out`, start as NaN.
+
+    `changes` are of fields of its config. `num_ctas` share the work.
+
+    Returns
+    -------
+    out, lse : array
+        Shapes as `cuattn.prefill` would return them.
+    """
+    call = _check.prefill(*arrays, **options)
+    if call.problem.beyond_tiles:
+        raise ValueError(call.problem.beyond_tiles)
+    config = replace(_plan.tiled_prefill_config(call.problem.dtype, call.problem.head_dim), **(changes or {}))
+    plan = _plan.TiledPrefillPlan(call.problem, replace(H200, num_sms=num_ctas), config)
+    out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out
+    lse = np.full(call.out_shape[:-1], np.nan, np.float32)
+    module = build(config, patches)
+
+    def encode(tiles: _tiled.TensorTiles) -> np.void:
+        return np.frombuffer(module.tensor_map_of(tiles.pointer, tiles.shape, tiles.strides, tiles.box, 128), "V128")[0]
+
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=encode)
+    module.launch(
+        "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
+        memory=[call.q, call.k.rows, call.v.rows],
+    )  # fmt: skip
+    return out, lse
+
+
+def tiled_prefill(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Run a problem; shapes as `cuattn.prefill` would return them."""
+    return tiled_prefill_arrays(*problem.arrays(), **problem.options(), **choices)
 
 
 def prefill(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -366,7 +366,11 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         if (tile == 0) release(&sm.q_empty, at);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
         const bool grew = weigh(s, state, factors, by);
-        ptx::wgmma_wait<0>();
+        if constexpr (cfg::WEIGH_FIRST) {
+          ptx::wgmma_wait_behind<0>(state.l[0][0], state.l[0][1]);
+        } else {
+          ptx::wgmma_wait<0>();
+        }
         ptx::read_behind(o);
         release(&sm.v_empty[values.stage], at);
         values.advance();

@@ -37,6 +37,8 @@ class TiledPrefillConfig:
         Tiles of K, and of V, that are there or on their way.
     take_turns : bool
         Whether consumers begin their products one after the other.
+    weigh_first : bool
+        Whether a consumer has all weights of a tile before it waits for the values of the one before.
     """
 
     dtype: Dtype
@@ -45,6 +47,7 @@ class TiledPrefillConfig:
     tile_kv: int
     num_stages: int = 2
     take_turns: bool = True
+    weigh_first: bool = True
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
@@ -81,6 +84,7 @@ class TiledPrefillConfig:
             "TILE_KV": self.tile_kv,
             "NUM_STAGES": self.num_stages,
             "TAKE_TURNS": self.take_turns,
+            "WEIGH_FIRST": self.weigh_first,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
             "SMEM_BYTES": self.smem_bytes,
@@ -99,8 +103,8 @@ class TiledPrefillTile:
 
 # By head_dim; docs/prefill.md has the sums. Not measured yet.
 _TILES = {
-    64: TiledPrefillTile(3, 128),
-    128: TiledPrefillTile(2, 128),
+    64: TiledPrefillTile(3, 128, 4),
+    128: TiledPrefillTile(2, 128, 3),
     256: TiledPrefillTile(2, 80),
 }
 

@@ -86,6 +86,16 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// The same, once x and y are known, which are not negative: the compiler would move the arithmetic that they come from
+// behind the wait, where it stands beside no product. It does not move it over a branch.
+template <int N>
+__device__ __forceinline__ void wgmma_wait_behind(float x, float y) {
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.lt.f32 p, %0, 0f00000000;\nsetp.lt.or.f32 q, %1, 0f00000000, p;\n@q trap;\n"
+      "wgmma.wait_group.sync.aligned %2;\n}" ::"f"(x),
+      "f"(y), "n"(N)
+      : "memory");
+}
 // The accumulators themselves, which the compiler then does not read before wgmma_wait: it takes them for results of the
 // wgmma that began them.
 template <int N>

@@ -263,6 +263,11 @@ void wgmma_wait(Place at = here()) {
   simt::wgmma_wait(N, at);
 }
 template <int N>
+void wgmma_wait_behind(float x, float y, Place at = here()) {
+  if (x < 0.f || y < 0.f) simt::fail("wgmma_wait_behind: %g, %g", x, y);
+  simt::wgmma_wait(N, at);
+}
+template <int N>
 void read_behind(float (&)[N]) {}
 
 template <int SWIZZLE>

@@ -1,0 +1,276 @@
+"""prefill_sm90.cu, the very file that a Hopper GPU runs, on the CPU harness, against the reference."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import strategies
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from simt import harness, product
+from simt.prefill_cases import assert_same_bits
+from strategies import PrefillProblem, prefill_problems
+from tolerance import assert_prefill, assert_prefill_call
+
+from cuattn import _plan
+
+KERNEL, ITEMS, SOFTMAX = "prefill_sm90.cu", "common/prefill_items.cuh", "common/softmax.cuh"
+
+
+def config(consumers: int, tile_kv: int, num_stages: int, **choices: bool) -> dict[str, int]:
+    return {"consumers": consumers, "tile_kv": tile_kv, "num_stages": num_stages, **choices}
+
+
+# By dtype and head_dim, of which each is one build.
+SMALL = {
+    ("float16", 64): config(2, 16, 2),
+    ("bfloat16", 64): config(3, 32, 3),
+    ("float16", 128): config(1, 64, 2, weigh_first=False),
+    ("bfloat16", 256): config(2, 32, 1, take_turns=False),
+}
+ROWS = st.sampled_from((1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 260)) | st.integers(1, 300)
+KEYS = strategies.lengths(16) | strategies.lengths(32)
+WINDOWS = st.sampled_from((None, None, None, (None, 0), (None, 5), (None, 40)))
+BASE = PrefillProblem(((150, 210), (150, 210)), num_kv_heads=2, group=2, q_layout="dense", kv_layout="dense")
+
+
+def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choices: Any) -> tuple[np.ndarray, ...]:
+    options = {"changes": SMALL.get((problem.dtype, problem.head_dim)), **problem.options(), **choices}
+    return product.tiled_prefill_arrays(*(arrays or problem.arrays()), **options)
+
+
+def check(problem: PrefillProblem, **choices: Any) -> None:
+    assert_prefill(problem, *run(problem, **choices))
+
+
+@given(
+    problem=prefill_problems(
+        rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense",), windows=WINDOWS, softcaps=(None,),
+        sinks=(False,), groups=(1, 2, 3), choices=tuple(("raw16", "raw16", *of, None) for of in SMALL),
+    ),
+    seed=st.integers(0, 5),
+    num_ctas=st.sampled_from((1, 2, 3, 100)),
+)  # fmt: skip
+def test_any_problem_obeys_the_error_law_under_any_schedule(problem: PrefillProblem, seed: int, num_ctas: int) -> None:
+    assume(min(problem.seqlens[0]) > 0)
+    check(problem, seed=seed, num_ctas=num_ctas)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", _plan.tiled_prefill_configs(product.H200), ids=lambda c: c.describe())
+def test_the_tiles_of_every_kernel_obey_the_error_law(config: _plan.TiledPrefillConfig, *, causal: bool) -> None:
+    problem = replace(BASE, seqlens=((200, 333),), num_kv_heads=1, dtype=config.dtype.value, head_dim=config.head_dim,
+                      causal=causal)  # fmt: skip
+    check(problem, changes={}, seed=2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("values", ["normal", "late_max", "rising", "huge", "equal"])
+def test_unusual_scores_obey_the_error_law(values: str, *, causal: bool) -> None:
+    for dtype, head_dim in SMALL:
+        check(replace(BASE, values=values, causal=causal, dtype=dtype, head_dim=head_dim, seqlens=((70, 150),)), seed=1)
+
+
+@pytest.mark.parametrize("seqlens", [(100, 33), (200, 1), (130, 129), (300, 170)])
+def test_rows_that_see_no_key_are_zero(seqlens: tuple[int, int]) -> None:
+    """Whole tiles of rows, and parts of one."""
+    problem = replace(BASE, seqlens=(seqlens,), causal=True)
+    out, lse = run(problem)
+    assert_prefill(problem, out, lse)
+    empty = slice(0, seqlens[0] - seqlens[1])
+    assert (out[:, empty] == 0).all()
+    assert np.isneginf(lse[:, empty]).all()
+
+
+@pytest.mark.parametrize("softmax_scale", [1.0, 1e-6, 1e-18])
+def test_scales_obey_the_error_law(softmax_scale: float) -> None:
+    arrays, options = BASE.arrays(), {**BASE.options(), "softmax_scale": softmax_scale}
+    assert_prefill_call(arrays, options, run(BASE, arrays, softmax_scale=softmax_scale))
+
+
+def test_any_order_of_axes_and_rows_apart_give_the_same_bits() -> None:
+    problem = replace(BASE, causal=True)
+    arrays = problem.arrays()
+    expected = run(problem, arrays)
+
+    def apart(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        """A copy whose axes lie in memory in another order, in rows with a gap."""
+        shape = [x.shape[i] for i in axes]
+        wide = np.full((*shape, x.shape[-1] + 24), np.nan, x.dtype)[..., 8 : 8 + x.shape[-1]]
+        view = wide.transpose(*np.argsort(axes), 3)
+        view[...] = x
+        return view
+
+    for axes in ((0, 2, 1), (1, 0, 2), (2, 1, 0)):
+        assert_same_bits(run(problem, tuple(apart(x, axes) for x in arrays)), expected, axes)
+
+
+@pytest.mark.parametrize("num_ctas", [1, 3, 1000])
+def test_the_number_of_ctas_does_not_change_a_bit(num_ctas: int) -> None:
+    problem = replace(BASE, causal=True)
+    assert_same_bits(run(problem, num_ctas=num_ctas), run(problem, num_ctas=2))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("dtype", "head_dim"), list(SMALL))
+def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(
+    dtype: str, head_dim: int, bad: float
+) -> None:
+    problem = replace(BASE, seqlens=((80, 100), (80, 100)), dtype=dtype, head_dim=head_dim, causal=True)
+    q, k, v = problem.arrays()
+    for key in (0, 20, 55, 99):  # of the first sequence; its tokens stand at 20 to 99
+        spoiled = v.copy()
+        spoiled[0, key, 1, 5] = bad
+        out, lse = run(problem, (q, k, spoiled))
+        assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
+        sees = np.zeros(out.shape, bool)
+        sees[0, max(0, key - 20) :, 2:, 5] = True
+        np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), sees)
+        spoiled = k.copy()
+        spoiled[0, key, 1, 5] = np.nan
+        out, lse = run(problem, (q, spoiled, v))
+        np.testing.assert_array_equal(np.isnan(lse), sees[..., 5])
+        assert_prefill_call((q, spoiled, v), problem.options(), (out, lse))
+
+
+def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
+    problem = replace(BASE, causal=True)
+    arrays = problem.arrays()
+    arrays[0][0, 30, 1, 5] = np.nan
+    out, lse = run(problem, arrays)
+    sees = np.zeros(lse.shape, bool)
+    sees[0, 30, 1] = True
+    np.testing.assert_array_equal(np.isnan(lse), sees)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), sees)
+
+
+# ---- planted faults ----------------------------------------------------------------------------------------------
+
+CAUSAL = replace(BASE, causal=True, values="late_max")
+RISING = replace(BASE, values="rising")
+WIDE = replace(CAUSAL, dtype="float16", head_dim=128)
+# name: (problem, file, text, what takes its place)
+FAULTS = {
+    "K is read before it is there": (
+        CAUSAL,
+        KERNEL,
+        "        turns.begin();\n        ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);\n",
+        "        turns.begin();\n",
+    ),
+    "V is read before it is there": (
+        CAUSAL,
+        KERNEL,
+        "        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n        ptx::wgmma_fence();\n",
+        "        ptx::wgmma_fence();\n",
+    ),
+    "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full, q_phase);\n", ""),
+    "K takes the place of a tile that is read": (
+        CAUSAL,
+        KERNEL,
+        "      ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
+        "",
+    ),
+    "V takes the place of a tile that is read": (
+        CAUSAL,
+        KERNEL,
+        "      ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
+        "",
+    ),
+    "Q takes the place of one that is read": (
+        CAUSAL,
+        KERNEL,
+        "    ptx::mbarrier_wait(&sm.q_empty, q_phase ^ 1);\n",
+        "",
+    ),
+    "Q is released a tile early": (
+        CAUSAL,
+        KERNEL,
+        "        keys.advance();\n        if (tile == 0)",
+        "        keys.advance();\n        if (tile == 1)",
+    ),
+    "V is released with K": (
+        CAUSAL,
+        KERNEL,
+        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n",
+        "        ptx::wgmma_wait<1>();\n        release(&sm.v_empty[values.stage], at);\n",
+    ),
+    "K is released before its products end": (
+        CAUSAL,
+        KERNEL,
+        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n        release(&sm.k_empty[keys.stage], at);\n",
+        "        release(&sm.k_empty[keys.stage], at);\n        ptx::wgmma_wait<1>();\n",
+    ),
+    "scores are read before they are there": (CAUSAL, KERNEL, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
+    "a parity that does not change": (CAUSAL, KERNEL, "    phase ^= 1;\n", ""),
+    "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n", ""),
+    "fewer arrivals than consumers": (
+        CAUSAL,
+        KERNEL,
+        "ptx::mbarrier_init(&sm.k_empty[i], CONSUMER_WARPS);",
+        "ptx::mbarrier_init(&sm.k_empty[i], 1);",
+    ),
+    "outputs are not scaled": (RISING, KERNEL, "if (grew) scale(o, by);", ""),
+    "weights are packed before the products with those before end": (
+        RISING,
+        KERNEL,
+        "        const bool grew = weigh(s, state, factors, by);\n",
+        "        const bool grew = weigh(s, state, factors, by);\n        pack(weights, s);\n        scale(o, by);\n",
+    ),
+    "rows with other factors": (RISING, KERNEL, "o[i] *= by[i / 2 % 2]", "o[i] *= by[i % 2]"),
+    "a key too many": (CAUSAL, KERNEL, "if (n * 8 + j >= hi)", "if (n * 8 + j > hi)"),
+    "a tile with a mask taken for a whole one": (
+        CAUSAL,
+        ITEMS,
+        "w.full_tiles = w.end_of_keys(p, 0) / cfg::TILE_KV;",
+        "w.full_tiles = w.end_of_keys(p, 0) / cfg::TILE_KV + 1;",
+    ),
+    "the last key tile is left out": (
+        CAUSAL,
+        ITEMS,
+        "w.key_tiles = (w.end_of_keys(p, cfg::TILE_Q) + cfg::TILE_KV - 1) / cfg::TILE_KV;",
+        "w.key_tiles = w.end_of_keys(p, cfg::TILE_Q) / cfg::TILE_KV;",
+    ),
+    "heads of the group exchanged": (CAUSAL, ITEMS, "+ in_turn % heads % p.group", "+ 0 * (in_turn % heads)"),
+    "the wrong KV head": (CAUSAL, ITEMS, "w.kv_head = stream % p.num_kv_heads;", "w.kv_head = 0;"),
+    "rounds that do not turn back leave items out": (CAUSAL, ITEMS, "ctas - 1 - cta", "ctas - cta"),
+    "the second warpgroup has the rows of the first": (
+        CAUSAL,
+        KERNEL,
+        "&sm.q[0][at.group * GROUP_ROWS * CHUNK]",
+        "&sm.q[0][0 * at.group]",
+    ),
+    "another swizzle": (CAUSAL, KERNEL, "return ptx::smem_desc<128>(sm.k[stage][0]", "return ptx::smem_desc<64>(sm.k[stage][0]"),
+    "V in chunks of another tile": (WIDE, KERNEL, "cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS", "cfg::TILE_Q / 2 * ROW_BYTES, EIGHT_ROWS"),
+    "the next keys of V a row too early": (CAUSAL, KERNEL, "v + step * STEP * ROW_BYTES / 16", "v + step * 8 * ROW_BYTES / 16"),
+    "chunks of K are those of Q": (WIDE, KERNEL, "k + (chunk * K_CHUNK + within) / 16", "k + (chunk * K_CHUNK / 2 + within) / 16"),
+    "lanes exchange with others": (CAUSAL, KERNEL, "upper ? x[i] : x[i | bit], bit)", "upper ? x[i] : x[i | bit], 3 - bit)"),
+    "values that are not finite are left": (replace(CAUSAL, values="normal"), KERNEL, "is_bad(o) && has_bad_values(p, w, at)", "false"),
+    "only finite values are looked at plainly": (replace(CAUSAL, values="normal"), KERNEL, "key < end; ++key", "key < end - 1; ++key"),
+}  # fmt: skip
+SEEDS = 6
+
+
+def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
+    """The arrays of a problem; with a value of the last token that is not finite for faults about these."""
+    q, k, v = problem.arrays()
+    if "finite" in name:
+        v = v.copy()
+        v[0, -1, 1, 7] = np.inf
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    """Right without the fault; wrong, or stopped by the harness, with it under one of a few schedules."""
+    problem, *patch = FAULTS[name]
+    arrays = spoiled(problem, name)
+    for seed in range(SEEDS):
+        assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed))
+        try:
+            assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed, patches=(tuple(patch),)))
+        except (harness.KernelError, AssertionError) as error:
+            if "does not compile" in str(error):
+                raise
+            return
+    pytest.fail("no schedule shows the fault")

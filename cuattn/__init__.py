@@ -5,7 +5,7 @@ from ._append import append
 from ._decode import decode, plan_decode
 from ._merge import merge
 from ._nvrtc import CompileError
-from ._plan import DecodePlan, Device, PrefillPlan
+from ._plan import DecodePlan, Device, PrefillPlan, TiledPrefillPlan
 from ._prefill import plan_prefill, prefill
 from ._quantize import Tbq4Array, channel_mean, dequantize, quantize
 from ._version import __version__
@@ -16,6 +16,7 @@ __all__ = [
     "Device",
     "PrefillPlan",
     "Tbq4Array",
+    "TiledPrefillPlan",
     "__version__",
     "append",
     "channel_mean",

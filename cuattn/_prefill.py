@@ -164,6 +164,11 @@ def plan_prefill(
     k: Array | Tbq4Array,
     v: Array | Tbq4Array,
     *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     kv_len: Array | None = None,
@@ -174,7 +179,7 @@ def plan_prefill(
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
+    q, k, v, causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
         As for `prefill`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
         A `page_table` comes with a `kv_len` here too.
     device : Device or str, optional
@@ -193,10 +198,10 @@ def plan_prefill(
         As `prefill`, and for an unknown device.
     """
     call = _check.prefill(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table,
-        contents=False,
+        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table, contents=False,
     )  # fmt: skip
-    return _plan.choose_prefill(call.problem, _check.device(device, call.q))
+    return _plan.choose_prefill(call.problem, _check.device(device, call.q), call.beyond_tiles)
 
 
 def _without_page(cache: Cache) -> Array | Planes:
@@ -229,7 +234,7 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         if out.size == 0:
             return out, lse
         device = _arrays.device(ordinal)
-        plan = _plan.choose_prefill(call.problem, device)
+        plan = _plan.choose_prefill(call.problem, device, call.beyond_tiles)
         if isinstance(plan, _plan.TiledPrefillPlan):
             tiled = tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
             _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)

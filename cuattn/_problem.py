@@ -68,8 +68,7 @@ class PrefillProblem:
 
     `num_tokens` is the number of query tokens of a sequence, or of all `batch` sequences together where they are
     `ragged`: then their lengths are known to the device only, as are those of the keys, of which a sequence has
-    `max_kv_len` at most. `beyond_tiles` says why `prefill_sm90.cu` does not have the options and layouts of the call, and
-    is empty if it has.
+    `max_kv_len` at most.
     """
 
     dtype: Dtype
@@ -83,7 +82,6 @@ class PrefillProblem:
     value_dim: int
     max_kv_len: int
     ragged: bool = False
-    beyond_tiles: str = ""
 
     @property
     def group(self) -> int:

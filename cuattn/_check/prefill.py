@@ -111,10 +111,10 @@ class PrefillCall:
             value_dim=self.v.head_dim,
             max_kv_len=self.max_pages * self.k.page_size,
             ragged=self.ragged,
-            beyond_tiles=self._beyond_tiles(),
         )
 
-    def _beyond_tiles(self) -> str:
+    @property
+    def beyond_tiles(self) -> str:
         """Say why `prefill_sm90.cu` does not have a call of these options and layouts; empty if it may."""
         reasons = (
             (self.cu_seqlens_k is not None, "k and v are ragged"),

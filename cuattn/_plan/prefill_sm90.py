@@ -17,8 +17,8 @@ _GROUP_WARPS, _GROUP_ROWS = 4, 64
 # Registers of a thread, of the producer and of consumers, by the number of consuming warpgroups: together those of an SM.
 _REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 _TILE_ALIGN = 1024
-# With fewer query tokens most rows of a tile are padding, where prefill_mma.cu has the heads of a group in one.
-_MIN_TOKENS = 64
+# Of the time of a call, the share in which an SM has work, below which keys are rather cut into splits.
+_MIN_BUSY = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,6 @@ def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     return [tiled_prefill_config(dtype, dim) for dtype in (Dtype.FP16, Dtype.BF16) for dim in _TILES]
 
 
-def why_not_tiled(problem: PrefillProblem, device: Device, num_splits: int) -> str:
-    """Say why a call is not one for `prefill_sm90.cu`; empty if it is."""
-    p = problem
-    reasons = (
-        (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
-        (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
-        (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
-        (p.ragged, "q is ragged"),
-        (p.beyond_tiles != "", p.beyond_tiles),
-        (p.max_kv_len == 0, "there are no keys"),
-        (p.num_tokens < _MIN_TOKENS, f"fewer than {_MIN_TOKENS} query tokens"),
-        (num_splits > 1, "few query tokens for many keys, which are cut into splits"),
-    )
-    return next((why for holds, why in reasons if holds), "")
-
-
 @dataclass(frozen=True)
 class TiledPrefillPlan:
     """One prefill call by `prefill_sm90.cu`: what will run, and why. ``str(plan)`` explains it.
@@ -189,6 +173,12 @@ class TiledPrefillPlan:
         """Threads of prefill_sm90.cu."""
         return (self.config.num_warps * WARP, 1, 1)
 
+    @property
+    def busy(self) -> float:
+        """Share of the time in which an SM has work, if all items take as long."""
+        rounds = ceil_div(self.num_items, self.device.num_sms)
+        return self.num_items / (rounds * self.device.num_sms) if rounds else 1.0
+
     def __str__(self) -> str:
         p, c = self.problem, self.config
         return "\n".join((
@@ -204,15 +194,31 @@ class TiledPrefillPlan:
 
 
 @lru_cache(maxsize=1024)
-def choose_prefill(problem: PrefillProblem, device: Device) -> PrefillPlan | TiledPrefillPlan:
+def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = "") -> PrefillPlan | TiledPrefillPlan:
     """Plan one prefill call by the kernel that is made for it.
+
+    `beyond_tiles` says why `prefill_sm90.cu` does not have the options or layouts of the call; it is empty if it has.
 
     Raises
     ------
     ValueError
         If the device has too little shared memory.
     """
-    plan = prefill_plan(problem, device)
-    if reason := why_not_tiled(problem, device, plan.num_splits):
+    p, plan = problem, prefill_plan(problem, device)
+    reasons = (
+        (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
+        (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
+        (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
+        (p.ragged, "q is ragged"),
+        (beyond_tiles != "", beyond_tiles),
+        (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
+    )
+    if reason := next((why for holds, why in reasons if holds), ""):
         return replace(plan, reason=reason)
-    return TiledPrefillPlan(problem, device, tiled_prefill_config(problem.dtype, problem.head_dim))
+    tiled = TiledPrefillPlan(problem, device, tiled_prefill_config(p.dtype, p.head_dim))
+    rows = tiled.config.tile_q
+    if 2 * p.num_tokens < rows:
+        return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")
+    if plan.num_splits > 1 and tiled.busy < _MIN_BUSY:
+        return replace(plan, reason=f"{tiled.num_items} tiles of query tokens: keys are rather cut into splits")
+    return tiled

@@ -278,7 +278,9 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
         (
             cuattn.plan_prefill,
             ["q", "k", "v"],
-            dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "kv_len", "page_table", "device")),
+            {"causal": False}
+            | dict.fromkeys(("window", "softcap", "sinks", "softmax_scale"))
+            | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "kv_len", "page_table", "device")),
         ),
         (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],
@@ -321,6 +323,7 @@ def test_the_public_names_are_those_documented() -> None:
         "Device",
         "PrefillPlan",
         "Tbq4Array",
+        "TiledPrefillPlan",
         "__version__",
         "append",
         "channel_mean",

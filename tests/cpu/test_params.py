@@ -84,7 +84,7 @@ def test_enums_of_the_prelude_exist_in_the_sources(enum):
 def test_every_kernel_waits_for_the_grids_before_it():
     """They are launched to overlap with those; the other order is seen on a GPU only."""
     kernels = [path for path in _jit.CUDA_SRC.glob("*.cu") if "__global__" in path.read_text()]
-    assert len(kernels) == 6
+    assert len(kernels) == 7
     assert [path.name for path in kernels if path.read_text().count("ptx::griddepcontrol_wait();") != 1] == []
 
 

@@ -116,9 +116,74 @@ def test_the_parts_of_values_have_their_dim() -> None:
 
 def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
     q, k = np.empty((1, 512, 32, 128), np.float16), np.empty((1, 32768, 8, 128), np.float16)
-    plan = cuattn.plan_prefill(q, k, k)
+    plan = cuattn.plan_prefill(q, k, k, kv_len=32768)
     assert plan.num_splits == 2
     assert f"splits     2, {2 * 512 * 32 * 130 * 4} bytes of workspace" in str(plan)
     ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
     assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
     assert "splits     1, 0 bytes of workspace" in str(ragged)
+
+
+# ---- prefill_sm90.cu ---------------------------------------------------------------------------------------------
+
+
+def arrays(tokens: int = 4096, keys: int = 4096, dim: int = 128, dtype: Any = np.float16) -> tuple[np.ndarray, ...]:
+    """Dense arrays of 32 heads on 8 KV heads, without contents."""
+    kv = np.empty((2, keys, 8, dim), dtype)
+    return np.empty((2, tokens, 32, dim), dtype), kv, kv
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (None, 5)}, {"softmax_scale": 3.0}], ids=str)
+def test_a_hopper_gpu_has_a_kernel_of_its_own_for_dense_calls(dim: int, options: dict[str, Any]) -> None:
+    plan = cuattn.plan_prefill(*arrays(dim=dim), **options)
+    assert isinstance(plan, cuattn.TiledPrefillPlan)
+    rows = plan.config.tile_q
+    assert plan.num_items == 2 * 32 * -(-4096 // rows)
+    assert plan.grid == (132, 1, 1)
+    assert plan.block == (2 * rows + 128, 1, 1)
+    assert plan.config.smem_bytes <= H200.smem_per_block
+    assert f"prefill_sm90: {rows} query tokens" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_len": 5}, "kv_len says how many keys are valid"),
+        ({"window": (5, None)}, "the window has a left bound"),
+        ({"softcap": 2.0}, "there is a softcap"),
+        ({"sinks": np.zeros(32, np.float32)}, "there are sinks"),
+        ({"softmax_scale": 0.0}, "softmax_scale is not positive"),
+        ({"device": "sm_100a"}, "sm_100a has no wgmma of sm_90a"),
+    ],
+    ids=str,
+)
+def test_a_plan_says_why_it_is_not_that_kernel(options: dict[str, Any], reason: str) -> None:
+    plan = cuattn.plan_prefill(*arrays(), **options)
+    assert isinstance(plan, cuattn.PrefillPlan)
+    assert plan.reason == reason
+    assert f"not sm90   {reason}" in str(plan)
+
+
+def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
+    q, k, v = arrays()
+    table = np.zeros((2, 1), np.int32)
+    for call, options, reason in (
+        (arrays(dim=96), {}, "head_dim is none of 64, 128, 256"),
+        (arrays(dtype=np.float32), {}, "K and V are not both in 16 bits"),
+        ((q[0], k[0], v[0]), {"cu_seqlens_q": [0, 4096]}, "q is ragged"),
+        ((q[:1], k[0], v[0]), {"cu_seqlens_k": [0, 4096]}, "k and v are ragged"),
+        ((q, k, v), {"page_table": table, "kv_len": 7}, "k and v are in pages"),
+        ((q, k[:, :0], v[:, :0]), {}, "there are no keys, or no queries"),
+        ((q[:, :0], k, v), {}, "there are no keys, or no queries"),
+        ((q[:, :63], k, v), {}, "fewer query tokens than half of a tile of 128"),
+        ((q[:, ::-1], k, v), {}, f"q has a stride of {-32 * 128 * 2} bytes"),
+        ((q, k, np.broadcast_to(v[:1], v.shape)), {}, "v has a stride of 0 bytes"),
+    ):
+        assert cuattn.plan_prefill(*call, **options).reason == reason
+
+
+def test_few_tiles_for_many_keys_are_cut_into_splits() -> None:
+    q, k, v = arrays(128, 32768)
+    assert cuattn.plan_prefill(q[:1, :, :16], k[:1, :, :4], v[:1, :, :4]).num_splits > 1
+    assert isinstance(cuattn.plan_prefill(*(np.concatenate([x] * 2) for x in (q, k[:, :9000], v[:, :9000]))), cuattn.TiledPrefillPlan)

@@ -159,8 +159,8 @@ def tiled_prefill_arrays(
         Shapes as `cuattn.prefill` would return them.
     """
     call = _check.prefill(*arrays, **options)
-    if call.problem.beyond_tiles:
-        raise ValueError(call.problem.beyond_tiles)
+    if call.beyond_tiles:
+        raise ValueError(call.beyond_tiles)
     config = replace(_plan.tiled_prefill_config(call.problem.dtype, call.problem.head_dim), **(changes or {}))
     plan = _plan.TiledPrefillPlan(call.problem, replace(H200, num_sms=num_ctas), config)
     out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out

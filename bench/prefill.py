@@ -51,7 +51,7 @@ def measure(run: Run) -> None:
     run.env["seconds"] = round(time.perf_counter() - start, 1)
 
 
-def _build(config: _plan.PrefillConfig, arch: str) -> None:
+def _build(config: _plan.PrefillConfig | _plan.TiledPrefillConfig, arch: str) -> None:
     with suppress(CompileError):
         _jit.build(config, arch)
 
@@ -62,10 +62,11 @@ def build_kernels(selected: Sequence[PrefillCase]) -> None:
     What does not compile or fit is left to its case to say.
     """
     device = _arrays.device(_arrays.import_cupy().cuda.Device().id)
-    configs: dict[_plan.PrefillConfig, None] = {}
+    configs: dict[_plan.PrefillConfig | _plan.TiledPrefillConfig, None] = {}
     for case in selected:
+        beyond_tiles = "pages" if case.page_size is not None else "window" if case.window is not None else ""
         with suppress(ValueError):
-            configs[_plan.prefill_plan(case.problem, device).config] = None
+            configs[_plan.choose_prefill(case.problem, device, beyond_tiles).config] = None
     missing = [config for config in configs if not _jit.cubin_path(config, device.arch).exists()]
     if missing:
         workers = min(len(missing), os.cpu_count() or 1)
@@ -97,7 +98,7 @@ class _Topic:
         expected = arrays.expected()
         found = self._cuattn(arrays, expected)
         config = arrays.plan().config
-        tile = f"tile {config.tile_q}x{config.tile_kv}"
+        tile = f"{config.kernel}, tile {config.tile_q}x{config.tile_kv}"
         others, missing = self._peers(arrays, expected) if case.has_peers else ({}, ())
         run.add(
             prefill_record.row(case, found, roof_us=roof_us, notes=(tile, *notes, *missing)),

@@ -119,10 +119,9 @@ class PrefillInputs:
             for rows, out in zip(self.rows, self._out, strict=True)
         ]
 
-    def plan(self) -> _plan.PrefillPlan:
+    def plan(self) -> _plan.PrefillPlan | _plan.TiledPrefillPlan:
         """Return what such a call runs."""
-        options = {name: x for name, x in self._options.items() if name in ("page_table", "kv_len")}
-        return cuattn.plan_prefill(*self.rows[0], **options)
+        return cuattn.plan_prefill(*self.rows[0], **self._options)
 
     def poison(self) -> None:
         """Make the output of the first set NaN."""

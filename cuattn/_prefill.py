@@ -13,6 +13,8 @@ from ._arrays import Array
 from ._cache import Cache, Planes
 from ._quantize import Tbq4Array
 
+_AXES = ("batch", "token", "head")
+
 
 def prefill(
     q: Array,
@@ -189,8 +191,8 @@ def plan_prefill(
     Returns
     -------
     PrefillPlan or TiledPrefillPlan
-        Config, grid, order of work and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs have for dense calls in
-        16 bits without the options that it lacks.
+        Config, grid, order of work and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs have for dense calls
+        in 16 bits without the options that it lacks.
 
     Raises
     ------
@@ -382,7 +384,7 @@ def tiled_params_of(
         ("out", out, 0),
     ):  # fmt: skip
         values[name] = _arrays.pointer(array)
-        values.update((f"{name}_stride_{axis}", s) for axis, s in zip(("batch", "token", "head"), array.strides))
+        values.update((f"{name}_stride_{axis}", s) for axis, s in zip(_AXES, array.strides[:-1], strict=True))
         if tokens:
             values[f"{name}_map"] = encode(_tiled.tiles_of(array, tokens))
     return _params.fill(_params.TILED_PREFILL, values)

@@ -97,4 +97,5 @@ def tensor_map(tiles: TensorTiles) -> np.void:
 
 
 def _bytes_of(encoded: Any) -> np.void:  # noqa: ANN401  cuda-bindings has no types
-    return np.array([int(word) for word in encoded.opaque], np.uint64).view("V128")[0]
+    words = np.array([int(word) for word in encoded.opaque], np.uint64)
+    return np.void(words.tobytes())

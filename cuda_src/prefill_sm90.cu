@@ -3,12 +3,12 @@
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
 //   block  CONSUMERS warpgroups that attend, and one of which a single thread asks TMA for tiles
-//   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last ones first
+//   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
-// Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Of each tile of K and
-// of V a ring of mbarriers says that it is there, and that all consumers have read the one whose place it takes. Scores
-// of a tile are begun before the values of the tile before it are added, so that a warpgroup's exponentials stand beside
-// its own products; and warpgroups take turns in beginning products, so that they stand beside those of the others.
+// Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Mbarriers say of
+// each tile of K and of V that it is there, and that all consumers have read the one whose place it takes. Scores of a
+// tile are begun before the values of the tile before are added, so that exponentials of a warpgroup stand beside its
+// own products; and warpgroups take turns in beginning products, so that they stand beside those of the others.
 #include "common/elements.cuh"
 #include "common/prefill_items.cuh"
 #include "common/ptx_sm90.cuh"
@@ -23,7 +23,7 @@ constexpr int GROUP_ROWS = 64;                       // the M of wgmma
 constexpr int CONSUMER_WARPS = cfg::CONSUMERS * GROUP_WARPS;
 constexpr int CHUNK = 64, CHUNKS = cfg::HEAD_DIM / CHUNK;  // columns that a swizzled row of 128 bytes has
 constexpr u32 ROW_BYTES = CHUNK * sizeof(Elem), EIGHT_ROWS = 8 * ROW_BYTES;
-constexpr int STEP = 16;  // the K of wgmma
+constexpr int STEP = 16;                                                    // the K of wgmma
 constexpr int KEY_TILES = cfg::TILE_KV / 8, DIM_TILES = cfg::HEAD_DIM / 8;  // of 8 columns of an accumulator
 static_assert(cfg::TILE_Q == cfg::CONSUMERS * GROUP_ROWS, "a consumer has 64 rows");
 static_assert(cfg::HEAD_DIM % CHUNK == 0, "chunks of columns are whole");
@@ -111,7 +111,7 @@ struct Lane {
   int row0;  // first row of its warp
 
   __device__ __forceinline__ Lane() {
-    const int warp = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x) / WARP, 0);  // the compiler sees it is uniform
+    const int warp = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x) / WARP, 0);  // uniform for the compiler, too
     group = warp / GROUP_WARPS;
     lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     row0 = warp * 16;
@@ -232,8 +232,8 @@ __device__ __forceinline__ void store(const Outputs& o, const State& state, cons
 }
 
 // ---- values that are not finite ----------------------------------------------------------------------------------
-// One that is hidden from some rows of a tile reaches them as 0 * NaN. It shows in the result; then the keys that not all
-// rows of the warp see are looked at, and if it is there, the warp attends anew by ordinary sums. Rare.
+// One that is hidden from some rows of a tile reaches them as 0 * NaN. It shows in the result; then the values that not
+// all rows of the warp see are looked at, and if it is there, the warp attends anew by ordinary sums. Rare.
 
 __device__ __forceinline__ bool is_bad(const Outputs& o) {
   float sum = 0.f;  // x * 0 is NaN if x is no number

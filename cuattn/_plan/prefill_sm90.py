@@ -14,7 +14,7 @@ from cuattn._problem import PrefillProblem
 
 ARCH = "sm_90a"
 _GROUP_WARPS, _GROUP_ROWS = 4, 64
-# Registers of a thread, of the producer and of consumers, by the number of consuming warpgroups: together those of an SM.
+# Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
 _REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 _TILE_ALIGN = 1024
 # Of the time of a call, the share in which an SM has work, below which keys are rather cut into splits.
@@ -181,16 +181,17 @@ class TiledPrefillPlan:
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
-        return "\n".join((
+        lines = [
             f"prefill on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
-            f"  problem    batch {p.batch}, {p.num_tokens} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, "
-            f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys",
-            f"  kernel     prefill_sm90: {c.tile_q} query tokens x {c.tile_kv} keys, {c.consumers} warpgroups of "
-            f"{_GROUP_ROWS} rows and a producer, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory",
+            f"  problem    batch {p.batch}, {p.num_tokens} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
+            f"  kernel     prefill_sm90: {c.tile_q} query tokens x {c.tile_kv} keys, {c.consumers} warpgroups of ",
             f"  launch     grid {self.grid}, block {self.block[0]}, {self.num_items} items",
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
             f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
-        ))  # fmt: skip
+        ]
+        lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
+        lines[2] += f"{_GROUP_ROWS} rows, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
+        return "\n".join(lines)
 
 
 @lru_cache(maxsize=1024)

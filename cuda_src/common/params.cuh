@@ -169,13 +169,13 @@ struct TiledPrefillParams {
   int num_tokens;  // of q, of a sequence
   int num_qo_heads;
   int num_kv_heads;
-  int group;            // query heads per KV head
-  int kv_len;           // tokens of k and v, of a sequence
-  int window_right;     // as in DecodeParams
-  int num_tiles;        // of a sequence's query tokens
-  int num_streams;      // KV heads of sequences
-  int streams_at_once;  // whose tiles are worked on together
-  int num_items;        // tiles of query heads in all
+  int group;                 // query heads per KV head
+  int kv_len;                // tokens of k and v, of a sequence
+  int window_right;          // as in DecodeParams
+  int num_tiles;             // of a sequence's query tokens
+  int num_streams;           // KV heads of sequences
+  int streams_at_once;       // whose tiles are worked on together
+  int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
   int reserved0;
   int reserved1;

@@ -1,4 +1,4 @@
-// common/prefill_items.cuh -- the order in which CTAs of prefill_sm90.cu take tiles of query tokens, and what these see.
+// common/prefill_items.cuh -- in which order CTAs of prefill_sm90.cu take tiles of query tokens, and what these see.
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PREFILL_ITEMS_CUH
 #define CUATTN_COMMON_PREFILL_ITEMS_CUH

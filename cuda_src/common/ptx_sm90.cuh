@@ -96,8 +96,8 @@ __device__ __forceinline__ void wgmma_wait_behind(float x, float y) {
       "f"(y), "n"(N)
       : "memory");
 }
-// The accumulators themselves, which the compiler then does not read before wgmma_wait: it takes them for results of the
-// wgmma that began them.
+// The accumulators themselves, which the compiler then does not read before the wait in front: it takes them for
+// results of the wgmma that began them.
 template <int N>
 __device__ __forceinline__ void read_behind(float (&d)[N]) {
 #pragma unroll
@@ -157,8 +157,8 @@ constexpr bool IS_HALF = false;
 template <>
 constexpr bool IS_HALF<Half> = true;
 template <int N>
-constexpr bool IS_WGMMA_SHAPE =
-    N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 176 || N == 192 || N == 256;
+constexpr bool IS_WGMMA_SHAPE = N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 ||
+                                N == 176 || N == 192 || N == 256;
 
 #define CUATTN_WGMMA_ASM(N_, TYPE, REGS, A, B, ACCUMULATE, TAIL)                                               \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N_ "k16.f32." TYPE \

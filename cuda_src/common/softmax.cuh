@@ -161,8 +161,9 @@ struct RowState {
     }
   }
 
-  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew, calls rescale(r, c, by)
-  // for the accumulators of each row and returns true; that is rare after the first keys, and uniform in the warp.
+  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew, calls
+  // rescale(r, c, by) for the accumulators of each row and returns true; that is rare after the first keys, and uniform
+  // in the warp.
   template <int N, class Factors, class Rescale>
   __device__ __forceinline__ bool follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
     float top[M][2];

@@ -186,4 +186,4 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
 def test_few_tiles_for_many_keys_are_cut_into_splits() -> None:
     q, k, v = arrays(128, 32768)
     assert cuattn.plan_prefill(q[:1, :, :16], k[:1, :, :4], v[:1, :, :4]).num_splits > 1
-    assert isinstance(cuattn.plan_prefill(*(np.concatenate([x] * 2) for x in (q, k[:, :9000], v[:, :9000]))), cuattn.TiledPrefillPlan)
+    assert isinstance(cuattn.plan_prefill(*arrays(256, 9000)), cuattn.TiledPrefillPlan)

@@ -149,7 +149,9 @@ def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
 
 CAUSAL = replace(BASE, causal=True, values="late_max")
 RISING = replace(BASE, values="rising")
-WIDE = replace(CAUSAL, dtype="float16", head_dim=128)
+NORMAL = replace(CAUSAL, values="normal")
+CAUSAL_OF_32 = replace(CAUSAL, dtype="bfloat16")
+WIDE = replace(CAUSAL, head_dim=128)
 # name: (problem, file, text, what takes its place)
 FAULTS = {
     "K is read before it is there": (
@@ -240,14 +242,44 @@ FAULTS = {
         "&sm.q[0][at.group * GROUP_ROWS * CHUNK]",
         "&sm.q[0][0 * at.group]",
     ),
-    "another swizzle": (CAUSAL, KERNEL, "return ptx::smem_desc<128>(sm.k[stage][0]", "return ptx::smem_desc<64>(sm.k[stage][0]"),
-    "V in chunks of another tile": (WIDE, KERNEL, "cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS", "cfg::TILE_Q / 2 * ROW_BYTES, EIGHT_ROWS"),
-    "the next keys of V a row too early": (CAUSAL, KERNEL, "v + step * STEP * ROW_BYTES / 16", "v + step * 8 * ROW_BYTES / 16"),
-    "chunks of K are those of Q": (WIDE, KERNEL, "k + (chunk * K_CHUNK + within) / 16", "k + (chunk * K_CHUNK / 2 + within) / 16"),
-    "lanes exchange with others": (CAUSAL, KERNEL, "upper ? x[i] : x[i | bit], bit)", "upper ? x[i] : x[i | bit], 3 - bit)"),
-    "values that are not finite are left": (replace(CAUSAL, values="normal"), KERNEL, "is_bad(o) && has_bad_values(p, w, at)", "false"),
-    "only finite values are looked at plainly": (replace(CAUSAL, values="normal"), KERNEL, "key < end; ++key", "key < end - 1; ++key"),
-}  # fmt: skip
+    "another swizzle": (
+        CAUSAL,
+        KERNEL,
+        "return ptx::smem_desc<128>(sm.k[stage][0]",
+        "return ptx::smem_desc<64>(sm.k[stage][0]",
+    ),
+    "V in chunks of another tile": (
+        WIDE,
+        KERNEL,
+        "cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS",
+        "cfg::TILE_KV / 2 * ROW_BYTES, EIGHT_ROWS",
+    ),
+    "the next keys of V too early": (
+        CAUSAL_OF_32,
+        KERNEL,
+        "v + step * STEP * ROW_BYTES / 16",
+        "v + step * 8 * ROW_BYTES / 16",
+    ),
+    "chunks of K too early": (
+        WIDE,
+        KERNEL,
+        "k + (chunk * K_CHUNK + within) / 16",
+        "k + (chunk * K_CHUNK / 2 + within) / 16",
+    ),
+    "lanes exchange with others": (
+        CAUSAL,
+        KERNEL,
+        "upper ? x[i] : x[i | bit], bit)",
+        "upper ? x[i] : x[i | bit], 3 - bit)",
+    ),
+    "values that are not finite are left": (NORMAL, KERNEL, "is_bad(o) && has_bad_values(p, w, at)", "false"),
+    "the last key is left out beside a value that is not finite": (
+        NORMAL,
+        KERNEL,
+        "key < end; ++key",
+        "key < end - 1; ++key",
+    ),
+}
 SEEDS = 6
 
 

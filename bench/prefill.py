@@ -98,7 +98,7 @@ class _Topic:
         expected = arrays.expected()
         found = self._cuattn(arrays, expected)
         config = arrays.plan().config
-        tile = f"{config.kernel}, tile {config.tile_q}x{config.tile_kv}"
+        tile = f"tile {config.tile_q}x{config.tile_kv} of {config.kernel}"
         others, missing = self._peers(arrays, expected) if case.has_peers else ({}, ())
         run.add(
             prefill_record.row(case, found, roof_us=roof_us, notes=(tile, *notes, *missing)),

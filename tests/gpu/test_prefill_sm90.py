@@ -1,0 +1,141 @@
+"""prefill_sm90.cu on a Hopper GPU, against the reference, and what must not change its result."""
+
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+import strategies
+from gpu.helpers import VIEWS, assert_same_bits, call_prefill, nans, on_device, prefill, to_device, viewed
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, PrefillProblem
+from tolerance import assert_prefill, assert_prefill_call
+
+import cuattn
+from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
+
+DEVICE = _arrays.device(0)
+pytestmark = pytest.mark.skipif(DEVICE.arch != "sm_90a", reason="needs a Hopper GPU")
+CONFIGS = _plan.tiled_prefill_configs(DEVICE)
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.describe())
+ROWS = strategies.lengths(64) | st.sampled_from((127, 128, 129, 191, 192, 193, 383, 384, 385, 700))
+KEYS = strategies.lengths(16) | strategies.lengths(80) | strategies.lengths(128)
+WINDOWS = st.sampled_from((None, None, None, (None, 0), (None, 5), (None, 200)))
+BASE = PrefillProblem(((300, 700),) * 2, 2, 3, q_layout="dense", kv_layout="dense", causal=True, seed=3)
+
+
+def of(config: _plan.TiledPrefillConfig, **fields: Any) -> PrefillProblem:
+    return replace(BASE, dtype=config.dtype.value, head_dim=config.head_dim, **fields)
+
+
+def launch(
+    arrays: tuple[Any, ...], options: dict[str, Any], *, num_ctas: int | None = None, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run the kernel whatever the plan would choose, with changes of its config, on as many CTAs."""
+    call = _check.prefill(*map(to_device, arrays), **on_device(options))
+    assert call.beyond_tiles == ""
+    config = replace(_plan.tiled_prefill_config(call.problem.dtype, call.problem.head_dim), **changes)
+    device = DEVICE if num_ctas is None else replace(DEVICE, num_sms=num_ctas)
+    plan = _plan.TiledPrefillPlan(call.problem, device, config)
+    out, lse = nans(call.out_shape, call.q.dtype), nans(call.out_shape[:-1], np.float32)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+    _jit.kernel(config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
+    return cupy.asnumpy(out), cupy.asnumpy(lse)
+
+
+def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
+    return launch(problem.arrays(), problem.options(), **choices)
+
+
+@every_config
+@settings(settings.get_profile("gpu"))
+@given(data=st.data())
+def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data: st.DataObject) -> None:
+    problem = data.draw(
+        strategies.prefill_problems(
+            rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense",), windows=WINDOWS, softcaps=(None,),
+            sinks=(False,), choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
+        )
+    )  # fmt: skip
+    assume(min(problem.seqlens[0]) > 0)
+    assert_prefill(problem, *run(problem, num_ctas=data.draw(st.sampled_from((None, 1, 3)))))
+
+
+@every_config
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_is_that_kernel(config: _plan.TiledPrefillConfig, *, causal: bool) -> None:
+    problem = of(config, causal=causal)
+    assert isinstance(cuattn.plan_prefill(*problem.arrays(), causal=causal, device="sm_90a"), cuattn.TiledPrefillPlan)
+    got = prefill(problem)
+    assert_prefill(problem, *got)
+    assert_same_bits(got, run(problem))
+
+
+@every_config
+@pytest.mark.parametrize("choices", [{"take_turns": False}, {"weigh_first": False}, {"num_stages": 1}], ids=str)
+def test_choices_do_not_change_a_bit(config: _plan.TiledPrefillConfig, choices: dict[str, Any]) -> None:
+    problem = of(config)
+    assert_same_bits(run(problem, **choices), run(problem), choices)
+
+
+@every_config
+def test_the_same_call_gives_the_same_bits_on_any_number_of_ctas(config: _plan.TiledPrefillConfig) -> None:
+    """Rounds wrap rings and phases at other places."""
+    problem = of(config, seqlens=((2000, 3001),), group=6)
+    expected = run(problem)
+    assert_prefill(problem, *expected)
+    for num_ctas in (1, 2, 7, 100, 10_000, *[None] * 20):
+        assert_same_bits(run(problem, num_ctas=num_ctas), expected, num_ctas)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides_that_tma_has_give_the_same_bits(view: str) -> None:
+    """And others, of axes that go backwards, are for the other kernel."""
+    arrays = BASE.arrays()
+    views = tuple(viewed(x, VIEWS[view][0](x.shape), VIEWS[view][1])[1] for x in arrays)
+    call = _check.prefill(*views, **BASE.options())
+    assert ("backwards" in view) == (call.beyond_tiles != "")
+    if call.beyond_tiles:
+        assert_prefill(BASE, *call_prefill(views, BASE.options()))
+    else:
+        assert_same_bits(launch(views, BASE.options()), run(BASE), view)
+
+
+@every_config
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(config: _plan.TiledPrefillConfig, bad: float) -> None:
+    problem = of(config)
+    q, k, v = problem.arrays()
+    for key in (0, 399, 400, 510, 699):  # tokens stand at 400 to 699
+        spoiled = v.copy()
+        spoiled[0, key, 1, 5] = bad
+        out, lse = launch((q, k, spoiled), problem.options())
+        assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
+        sees = np.zeros(out.shape, bool)
+        sees[0, max(0, key - 400) :, 3:, 5] = True
+        np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), sees)
+
+
+def test_memory_outside_of_the_arrays_does_not_matter() -> None:
+    """Tiles reach past the last token; beside the arrays there is NaN."""
+    arrays = BASE.arrays()
+    wide = tuple(viewed(x, (x.shape[0], x.shape[1] + 300, *x.shape[2:]), lambda a: a[:, :-300])[1] for x in arrays)
+    assert_same_bits(launch(wide, BASE.options()), run(BASE))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_long_sequences_agree_with_the_other_kernel(dtype: str) -> None:
+    """Where the reference would take too long: within two roundings of outputs."""
+    rng = cupy.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal((1, 16384, heads, 128), np.float32).astype(DTYPES[dtype]) for heads in (8, 2, 2)
+    )  # fmt: skip
+    out, lse = cuattn.prefill(q, k, v, causal=True, return_lse=True)
+    other, other_lse = cuattn.prefill(q, k, v, causal=True, return_lse=True, kv_len=[16384])
+    ulp = 2.0**-10 if dtype == "float16" else 2.0**-7
+    x, y = out.astype(cupy.float32), other.astype(cupy.float32)
+    # Weights are rounded to `ulp` / 2 in both, each time against another maximum, and so are results.
+    assert float(cupy.abs(x - y).max()) <= 2 * ulp * float(cupy.abs(y).max())
+    assert float(cupy.abs(lse - other_lse).max()) <= 1e-4

@@ -11,6 +11,7 @@ import numpy as np
 from . import _arrays, _check, _jit, _merge, _params, _plan, _tiled, reference
 from ._arrays import Array
 from ._cache import Cache, Planes
+from ._plan.prefill_sm90 import GROUP_ROWS
 from ._quantize import Tbq4Array
 
 _AXES = ("batch", "token", "head")
@@ -380,7 +381,7 @@ def tiled_params_of(
         "lse": _arrays.pointer(lse),
     }
     for name, array, tokens in (
-        ("q", call.q, config.tile_q), ("k", call.k.rows, config.tile_kv), ("v", call.v.rows, config.tile_kv),
+        ("q", call.q, GROUP_ROWS), ("k", call.k.rows, config.tile_kv), ("v", call.v.rows, config.tile_kv),
         ("out", out, 0),
     ):  # fmt: skip
         values[name] = _arrays.pointer(array)

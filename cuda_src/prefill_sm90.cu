@@ -28,13 +28,13 @@ constexpr int KEY_TILES = cfg::TILE_KV / 8, DIM_TILES = cfg::HEAD_DIM / 8;  // o
 static_assert(cfg::TILE_Q == cfg::CONSUMERS * GROUP_ROWS, "a consumer has 64 rows");
 static_assert(cfg::HEAD_DIM % CHUNK == 0, "chunks of columns are whole");
 static_assert(cfg::TILE_KV % STEP == 0, "keys are the K of P V");
-static_assert(cfg::TILE_Q <= 256 && cfg::TILE_KV <= 256, "a box of TMA has 256 rows at most");
+static_assert(cfg::TILE_KV <= 256, "a box of TMA has 256 rows at most");
 
 struct Smem {
-  alignas(1024) Elem q[CHUNKS][cfg::TILE_Q * CHUNK];
+  alignas(1024) Elem q[cfg::CONSUMERS][CHUNKS][GROUP_ROWS * CHUNK];
   alignas(1024) Elem k[cfg::NUM_STAGES][CHUNKS][cfg::TILE_KV * CHUNK];
   alignas(1024) Elem v[cfg::NUM_STAGES][CHUNKS][cfg::TILE_KV * CHUNK];
-  u64 q_full, q_empty;
+  u64 q_full[cfg::CONSUMERS], q_empty[cfg::CONSUMERS];
   u64 k_full[cfg::NUM_STAGES], k_empty[cfg::NUM_STAGES];
   u64 v_full[cfg::NUM_STAGES], v_empty[cfg::NUM_STAGES];
 };
@@ -91,8 +91,11 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     };
     if (w.key_tiles == 0) return;
     load_keys(w.key_tiles - 1);
-    ptx::mbarrier_wait(&sm.q_empty, q_phase ^ 1);
-    load_tile<cfg::TILE_Q>(sm.q, p.q_map, &sm.q_full, w.head, w.token0, w.batch);
+#pragma unroll 1
+    for (int group = 0; group < cfg::CONSUMERS; ++group) {
+      ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
+      load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
+    }
     q_phase ^= 1;
 #pragma unroll 1
     for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
@@ -140,7 +143,7 @@ __device__ __forceinline__ void release(u64* empty, const Lane& at) {
 
 // Begins s = Q K^T. Descriptors count in units of 16 bytes, and the sum does not leave their field.
 __device__ __forceinline__ void begin_scores(Scores& s, u64 q, u64 k) {
-  constexpr u32 Q_CHUNK = cfg::TILE_Q * ROW_BYTES, K_CHUNK = cfg::TILE_KV * ROW_BYTES;
+  constexpr u32 Q_CHUNK = GROUP_ROWS * ROW_BYTES, K_CHUNK = cfg::TILE_KV * ROW_BYTES;
 #pragma unroll
   for (int step = 0; step < cfg::HEAD_DIM / STEP; ++step) {
     const int chunk = step * STEP / CHUNK, within = step * STEP % CHUNK * sizeof(Elem);
@@ -308,7 +311,7 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
 __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
   const Lane at;
   const Turns turns{at.group};
-  const u64 q = ptx::smem_desc<128>(&sm.q[0][at.group * GROUP_ROWS * CHUNK], 16, EIGHT_ROWS);
+  const u64 q = ptx::smem_desc<128>(sm.q[at.group][0], 16, EIGHT_ROWS);
   const auto keys_at = [&](int stage) { return ptx::smem_desc<128>(sm.k[stage][0], 16, EIGHT_ROWS); };
   const auto values_at = [&](int stage) {
     return ptx::smem_desc<128>(sm.v[stage][0], cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS);
@@ -330,7 +333,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       float by[2];
       int tile = w.key_tiles - 1;
 
-      ptx::mbarrier_wait(&sm.q_full, q_phase);
+      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
       q_phase ^= 1;
       turns.begin();
       ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);
@@ -342,7 +345,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(s);
       release(&sm.k_empty[keys.stage], at);
       keys.advance();
-      if (tile == 0) release(&sm.q_empty, at);
+      if (tile == 0) release(&sm.q_empty[at.group], at);
       if (tile >= w.full_tiles) hide(s, p, w, tile, at);
       weigh(s, state, factors, by);
       pack(weights, s);
@@ -363,7 +366,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         ptx::read_behind(s);
         release(&sm.k_empty[keys.stage], at);
         keys.advance();
-        if (tile == 0) release(&sm.q_empty, at);
+        if (tile == 0) release(&sm.q_empty[at.group], at);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
         const bool grew = weigh(s, state, factors, by);
         if constexpr (cfg::WEIGH_FIRST) {
@@ -406,8 +409,11 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     prefill_sm90_kernel(const __grid_constant__ TiledPrefillParams p) {
   Smem& sm = *reinterpret_cast<Smem*>(ptx::dynamic_smem());
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&sm.q_full, 1);
-    ptx::mbarrier_init(&sm.q_empty, CONSUMER_WARPS);
+#pragma unroll
+    for (int i = 0; i < cfg::CONSUMERS; ++i) {
+      ptx::mbarrier_init(&sm.q_full[i], 1);
+      ptx::mbarrier_init(&sm.q_empty[i], GROUP_WARPS);
+    }
 #pragma unroll
     for (int i = 0; i < cfg::NUM_STAGES; ++i) {
       ptx::mbarrier_init(&sm.k_full[i], 1);

@@ -13,7 +13,8 @@ from cuattn._plan.prefill import PrefillPlan, prefill_plan
 from cuattn._problem import PrefillProblem
 
 ARCH = "sm_90a"
-_GROUP_WARPS, _GROUP_ROWS = 4, 64
+# Of a warpgroup.
+_GROUP_WARPS, GROUP_ROWS = 4, 64
 # Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
 _REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 _TILE_ALIGN = 1024
@@ -59,7 +60,7 @@ class TiledPrefillConfig:
     @property
     def tile_q(self) -> int:
         """Query rows of one CTA, tokens of one head."""
-        return self.consumers * _GROUP_ROWS
+        return self.consumers * GROUP_ROWS
 
     @property
     def num_warps(self) -> int:
@@ -70,7 +71,7 @@ class TiledPrefillConfig:
     def smem_bytes(self) -> int:
         """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, and mbarriers."""
         row = self.head_dim * self.dtype.itemsize
-        barriers = 8 * (2 + 4 * self.num_stages)
+        barriers = 8 * (2 * self.consumers + 4 * self.num_stages)
         return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers, _TILE_ALIGN)
 
     def constants(self) -> dict[str, object]:
@@ -190,7 +191,7 @@ class TiledPrefillPlan:
             f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
         ]
         lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
-        lines[2] += f"{_GROUP_ROWS} rows, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
+        lines[2] += f"{GROUP_ROWS} rows, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
         return "\n".join(lines)
 
 

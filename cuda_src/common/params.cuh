@@ -146,7 +146,7 @@ struct PrefillParams {
 
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
-  TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of TILE_Q tokens of a head and 64 of head_dim
+  TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
   TensorMap k_map;  // [batch, kv_len, num_kv_heads, head_dim], of TILE_KV tokens
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads

@@ -166,7 +166,7 @@ FAULTS = {
         "        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n        ptx::wgmma_fence();\n",
         "        ptx::wgmma_fence();\n",
     ),
-    "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full, q_phase);\n", ""),
+    "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);\n", ""),
     "K takes the place of a tile that is read": (
         CAUSAL,
         KERNEL,
@@ -182,7 +182,7 @@ FAULTS = {
     "Q takes the place of one that is read": (
         CAUSAL,
         KERNEL,
-        "    ptx::mbarrier_wait(&sm.q_empty, q_phase ^ 1);\n",
+        "      ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);\n",
         "",
     ),
     "Q is released a tile early": (
@@ -239,8 +239,8 @@ FAULTS = {
     "the second warpgroup has the rows of the first": (
         CAUSAL,
         KERNEL,
-        "&sm.q[0][at.group * GROUP_ROWS * CHUNK]",
-        "&sm.q[0][0 * at.group]",
+        "ptx::smem_desc<128>(sm.q[at.group][0]",
+        "ptx::smem_desc<128>(sm.q[0 * at.group][0]",
     ),
     "another swizzle": (
         CAUSAL,

@@ -1,0 +1,109 @@
+"""Times of variants of `prefill_sm90.cu`, for trials: ``python -m bench.sm90_trials [--rounds 3] [--head-dim 128]``.
+
+Prompts of 16,384 tokens in bfloat16 with lse, full and causal, as in the record of prefill; of each variant one warm-up
+and `rounds` batches of calls, all variants in turn, so that a GPU that gets slower does so for all. Results are
+compared with those of `prefill_mma.cu` before any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import cuattn
+from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
+
+_TOKENS, _BATCH_MS = 16384, 150.0
+_HEADS = {64: (32, 8), 128: (32, 8), 256: (24, 4)}
+# By head_dim: (consumers, tile_kv, num_stages), of which the first is what ships.
+_TILES = {
+    64: ((3, 128, 4), (3, 128, 2), (2, 128, 4), (2, 192, 3), (3, 96, 4)),
+    128: ((2, 128, 3), (2, 128, 2), (2, 176, 2), (2, 160, 2), (2, 96, 3)),
+    256: ((2, 80, 2), (2, 64, 2), (2, 80, 1)),
+}
+_CHOICES: tuple[dict[str, bool], ...] = (
+    {},
+    {"take_turns": False},
+    {"weigh_first": False},
+    {"take_turns": False, "weigh_first": False},
+)
+
+
+def _arrays_of(head_dim: int) -> tuple[Any, ...]:
+    heads, kv_heads = _HEADS[head_dim]
+    rng = np.random.default_rng(0)
+    return tuple(
+        cupy.asarray(rng.standard_normal((1, _TOKENS, n, head_dim), np.float32).astype(ml_dtypes.bfloat16))
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+
+def _variant(
+    arrays: tuple[Any, ...], config: _plan.TiledPrefillConfig, *, causal: bool, stays: bool
+) -> tuple[Callable[[], None], Any]:
+    """Return a launch and its out; `stays`: one CTA an SM, else a CTA for each item."""
+    device = _arrays.device(0)
+    call = _check.prefill(*arrays, causal=causal)
+    plan = _plan.TiledPrefillPlan(call.problem, device if stays else replace(device, num_sms=10**9), config)
+    out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+    kernel = _jit.kernel(config, 0, device.arch)
+    return lambda: kernel.launch(plan.grid, plan.block, params), out
+
+
+def _milliseconds(launch: Callable[[], None], count: int) -> float:
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record()
+    for _ in range(count):
+        launch()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / count
+
+
+def main() -> None:
+    """Print a line for each variant."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, action="append", choices=tuple(_HEADS))
+    parser.add_argument("--all-choices", action="store_true", help="of every tile, not of the shipped one alone")
+    options = parser.parse_args()
+    for head_dim, causal in product(options.head_dim or _HEADS, (False, True)):
+        arrays = _arrays_of(head_dim)
+        want = cuattn.prefill(*arrays, causal=causal, kv_len=[_TOKENS])
+        launches: dict[str, Callable[[], None]] = {}
+        shipped = _plan.tiled_prefill_config(_plan.Dtype.BF16, head_dim)
+        for n, tile in enumerate(_TILES[head_dim]):
+            for choice, stays in product(_CHOICES, (True, False)):
+                if (choice or not stays) and n > 0 and not options.all_choices:
+                    continue
+                fields = dict(zip(("consumers", "tile_kv", "num_stages"), tile, strict=True))
+                config = replace(shipped, **fields, **choice)
+                launch, out = _variant(arrays, config, causal=causal, stays=stays)
+                launch()
+                error = float(abs(out[:, -512:].astype(cupy.float32) - want[:, -512:].astype(cupy.float32)).max())
+                name = f"{tile} {' '.join(choice) and str(choice)} {'' if stays else 'a CTA an item'} error {error:.1e}"
+                launches[name] = launch
+        flops = 4 * _TOKENS**2 * _HEADS[head_dim][0] * head_dim / (2 if causal else 1)
+        times: dict[str, list[float]] = {name: [] for name in launches}
+        for name, launch in (item for _ in range(options.rounds) for item in launches.items()):
+            count = max(1, round(_BATCH_MS / _milliseconds(launch, 1)))
+            times[name].append(_milliseconds(launch, count))
+        for name, found in times.items():
+            ms = statistics.median(found)
+            print(
+                f"{head_dim} {'causal' if causal else 'full'} {flops / ms / 1e9:6.1f} TFLOP/s {ms:7.3f} ms  {name}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -74,6 +74,11 @@ def check(problem: Problem, **more: Any) -> None:
     assert_decode(problem, *decode(problem, **more))
 
 
+def is_tiled(arrays: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether such a call of prefill, of arrays on the GPU, is one for prefill_sm90.cu, whose sums have another order."""
+    return isinstance(cuattn.plan_prefill(*arrays, **on_device(options)), cuattn.TiledPrefillPlan)
+
+
 def launch_prefill(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Prefill on the GPU into NaN; arrays of the host are copied there first."""
     q, k, v = map(to_device, arrays)

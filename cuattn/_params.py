@@ -186,9 +186,7 @@ TILED_PREFILL = _struct(
     streams_at_once=_I32,
     num_items=_I32,
     softmax_scale_log2=_F32,
-    reserved0=_I32,
-    reserved1=_I32,
-    reserved2=_I32,
+    reserved=np.dtype((_I32, 19)),
 )
 
 QUANTIZE = _struct(

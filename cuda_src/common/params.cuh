@@ -177,9 +177,7 @@ struct TiledPrefillParams {
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved0;
-  int reserved1;
-  int reserved2;
+  int reserved[19];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

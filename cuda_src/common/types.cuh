@@ -64,7 +64,7 @@ struct Either<false, A, B> {
 
 // A CUtensorMap, made by cuTensorMapEncodeTiled. A kernel takes it as a `const __grid_constant__` parameter, or inside
 // of one, and never copies it: TMA wants its address in parameter or global memory.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   u64 opaque[16];
 };
 

@@ -27,8 +27,11 @@ CPP_TYPES |= {"AppendSide": _params.APPEND_SIDE, "TensorMap": np.dtype("V128")}
 )
 def test_the_mirror_has_the_fields_of_the_struct_in_order(struct, mirror):
     body = re.search(rf"struct {struct} {{(.*?)\n}};", HEADER, re.DOTALL)[1]
-    fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+);", body, re.MULTILINE)
-    expected = [(name, np.dtype(np.uint64) if pointer else CPP_TYPES[kind]) for kind, pointer, name in fields]
+    fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", body, re.MULTILINE)
+    expected = [
+        (name, np.dtype(np.uint64) if pointer else np.dtype((CPP_TYPES[kind], int(size))) if size else CPP_TYPES[kind])
+        for kind, pointer, name, size in fields
+    ]
     assert [(name, mirror[name]) for name in mirror.names] == expected
     assert len(expected) == len(re.findall(r";(?= *(?://.*)?$)", re.sub(r"//.*", "", body), re.MULTILINE))
 

@@ -75,7 +75,7 @@ def check(problem: Problem, **more: Any) -> None:
 
 
 def is_tiled(arrays: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether such a call of prefill, of arrays on the GPU, is one for prefill_sm90.cu, whose sums have another order."""
+    """Whether such a call of prefill, of arrays on the GPU, is one for prefill_sm90.cu, which sums in another order."""
     return isinstance(cuattn.plan_prefill(*arrays, **on_device(options)), cuattn.TiledPrefillPlan)
 
 

@@ -212,12 +212,12 @@ FAULTS = {
         "ptx::mbarrier_init(&sm.k_empty[i], CONSUMER_WARPS);",
         "ptx::mbarrier_init(&sm.k_empty[i], 1);",
     ),
-    "outputs are not scaled": (RISING, KERNEL, "if (grew) scale(o, by);", ""),
-    "weights are packed before the products with those before end": (
+    "outputs are not scaled": (RISING, KERNEL, "if (grew) scale(o, by);", "if (grew) by[0] = 1.f;"),
+    "outputs are scaled while values are added": (
         RISING,
         KERNEL,
         "        const bool grew = weigh(s, state, factors, by);\n",
-        "        const bool grew = weigh(s, state, factors, by);\n        pack(weights, s);\n        scale(o, by);\n",
+        "        if (weigh(s, state, factors, by)) scale(o, by);\n        constexpr bool grew = false;\n",
     ),
     "rows with other factors": (RISING, KERNEL, "o[i] *= by[i / 2 % 2]", "o[i] *= by[i % 2]"),
     "a key too many": (CAUSAL, KERNEL, "if (n * 8 + j >= hi)", "if (n * 8 + j > hi)"),

@@ -46,7 +46,8 @@ def prefill(
     q : array, shape (batch, seqlen_q, num_qo_heads, head_dim) or (total_q, num_qo_heads, head_dim)
         Queries, float16, bfloat16 or float32: dense, or with `cu_seqlens_q` ragged, the tokens of all sequences one
         after the other. head_dim is 64, 96, 128, 192, 256 or 512. Rows (the last axis) are contiguous and start at
-        multiples of 16 bytes; other axes may have any stride, here and in `k`, `v` and `out`.
+        multiples of 16 bytes; other axes may have any stride, here and in `k`, `v` and `out`, but tokens of `k` and `v`
+        are less than 2 GiB apart.
     k, v : array of the dtype of `q`, or Tbq4Array
         Keys of head_dim and values of value_dim elements: the same number, or 192 and 128. Both lie in the same way::
 
@@ -115,11 +116,15 @@ def prefill(
     Notes
     -----
     NumPy arrays (float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
-    or ``__cuda_array_interface__``, run one kernel on the arrays' device and its current CuPy stream, without
-    synchronizing and without workspace, and come back as CuPy arrays. The same call gives the same bits every time.
+    or ``__cuda_array_interface__``, run on the arrays' device and its current CuPy stream, without synchronizing, and
+    come back as CuPy arrays. That is one kernel, or two with a workspace of ``plan_prefill(...).workspace_bytes`` from
+    CuPy's pool, where dense `q` has few tokens for many keys: then keys are cut into splits. The same call gives the
+    same bits every time.
 
-    A CUDA graph may capture a call if the same call ran before (the kernel is compiled and loaded by then), lengths are
-    contiguous and on the GPU, a `mean` is contiguous, `sinks` are contiguous float32, and the results are kept alive.
+    A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), lengths are
+    contiguous and on the GPU, a `mean` is contiguous, `sinks` are contiguous float32, and the graph's memory stays its
+    own: results are kept alive, and a workspace comes from a `cupy.cuda.MemoryPool` that is used for the capture only
+    and kept as long as the graph.
 
     Arrays of other libraries are ordered by DLPack before the kernel: it waits for their producers. What reads `out`
     afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
@@ -301,8 +306,9 @@ def params_of(
     }
     arrays = {
         "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
-        "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "kv_len": kv_len, "page_table": call.page_table, "sinks": sinks,
+        "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "kv_len": kv_len, "page_table": call.page_table,
+        "sinks": sinks,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     for axes, names in (

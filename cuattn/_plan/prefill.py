@@ -102,9 +102,10 @@ class PrefillConfig:
     def hold_base(self) -> bool:
         """Whether threads keep the address of shared memory in a register rather than ask for it in each step.
 
-        Worth 2 to 5 % with one CTA of eight warps an SM; with more, or short rows, other values have more of it.
+        Worth 2 to 5 % with one CTA of eight warps an SM; with more, or short rows, other values have more of it, and
+        floats have no register left.
         """
-        return self.num_warps >= _MANY_WARPS and self.head_dim > _SHORT_ROW
+        return self.dtype is not Dtype.FP32 and self.num_warps >= _MANY_WARPS and self.head_dim > _SHORT_ROW
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
@@ -153,7 +154,7 @@ class PrefillTile:
 # GPUs with less shared memory, by analogy. Four warps of 32 rows read half as much of K and V from shared memory as
 # eight of 16 rows, and two CTAs fill each other's gaps.
 _TILES = {
-    (64, 64): (PrefillTile(128, 128, 2, 4, 2), PrefillTile(128, 64, 2, 4, 2)),
+    (64, 64): (PrefillTile(128, 128, 2, 4, 2, spills_on=("sm_100a",)), PrefillTile(128, 64, 2, 4, 2)),
     (96, 96): (PrefillTile(128, 64, 2, 4, 2), PrefillTile(128, 32, 2, 4, 2)),
     (128, 128): (PrefillTile(128, 64, 2, 4, 2), PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 64, 2, 8)),
     (192, 192): (PrefillTile(128, 64, 2, 8), PrefillTile(128, 32, 2, 8)),
@@ -168,18 +169,23 @@ _FLOAT_TILES = {
     (64, 64): (PrefillTile(128, 32, 2, 4, 2), PrefillTile(128, 32, 2, 8)),
     (96, 96): (PrefillTile(128, 32, 2, 4, 2, spills_on=("sm_100a",)), PrefillTile(128, 32, 2, 8)),
     (128, 128): (
-        PrefillTile(256, 16, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(256, 16, 2, 8, spills_on=("sm_90a", "sm_100a")),
+        PrefillTile(128, 32, 2, 8, spills_on=("sm_100a",)),
         PrefillTile(128, 16, 2, 8),
     ),
     (192, 192): (PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
-    (192, 128): (PrefillTile(128, 32, 2, 8), PrefillTile(128, 16, 2, 8), PrefillTile(64, 16, 2, 4)),
+    (192, 128): (
+        PrefillTile(128, 32, 2, 8, spills_on=("sm_100a",)),
+        PrefillTile(128, 16, 2, 8),
+        PrefillTile(64, 16, 2, 4),
+    ),
     (256, 256): (
         PrefillTile(128, 16, 2, 8, spills_on=("sm_100a",)),
         PrefillTile(64, 16, 2, 8, dim_splits=2),
         PrefillTile(32, 16, 2, 4, dim_splits=2),
     ),
     (512, 512): (
-        PrefillTile(32, 16, 2, 4, dim_splits=2, spills_on=("sm_90a",)),
+        PrefillTile(32, 16, 2, 4, dim_splits=2, spills_on=("sm_90a", "sm_100a")),
         PrefillTile(16, 16, 2, 4, dim_splits=4),
         PrefillTile(16, 8, 2, 4, dim_splits=4),
     ),
@@ -332,9 +338,9 @@ class PrefillPlan:
 def choose_splits(problem: PrefillProblem, config: PrefillConfig, device: Device) -> int:
     """Choose into how many parts the keys are cut: the fewest that keep the GPU busy where query rows do not.
 
-    Where a sequence has few keys but those of its tokens, as in a prompt, a causal mask leaves most rows a part of them:
-    CTAs that end early make place for others, so that only a GPU that is not full is reason to cut. Parts of ragged
-    sequences would be merged for rows that have no result, so these are not cut.
+    Where a sequence has few keys but those of its tokens, as in a prompt, a causal mask leaves most rows a part of
+    them: CTAs that end early make place for others, so that only a GPU that is not full is reason to cut. Parts of
+    ragged sequences would be merged for rows that have no result, so these are not cut.
     """
     rows = ceil_div(problem.num_tokens * problem.group, config.tile_q)
     ctas = rows * problem.num_kv_heads * problem.batch

@@ -21,6 +21,7 @@ from tolerance import assert_append, assert_blocks, assert_decode, assert_prefil
 import cuattn  # noqa: E402
 
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
+FLOATS = {"dtype": "float32", "k_format": "raw32", "v_format": "raw32"}
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, sinks=True),
     Problem(kv_len=(129, 500), group=8, head_dim=128, page_size=5, values="late_max", window=(40, 3)),
@@ -29,6 +30,8 @@ PROBLEMS = (
     Problem(kv_len=(260,), seqlen_q=2, group=6, head_dim=192, causal=False),
     Problem(kv_len=(130, 300), num_kv_heads=2, group=6, head_dim=256, page_size=16, values="huge"),
     Problem(kv_len=(100,), group=2, head_dim=512, dtype="bfloat16"),
+    Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, **FLOATS, sinks=True),
+    Problem(kv_len=(130, 300), seqlen_q=3, group=4, head_dim=256, page_size=5, **FLOATS),
     Problem(kv_len=(0, 1, 33, 600), num_kv_heads=2, group=3, page_size=16, **TBQ4, means=True, sinks=True),
     Problem(kv_len=(70, 300), num_kv_heads=4, group=3, head_dim=128, **TBQ4, means=True),
     Problem(kv_len=(300, 2), num_kv_heads=8, group=2, page_size=16, **TBQ4),
@@ -38,6 +41,8 @@ PROBLEMS = (
     Problem(kv_len=(300, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=40),
     Problem(kv_len=(300, 2), group=3, head_dim=64, v_format="tbq4", num_sink=1, num_recent=4, means=True),
 )
+# Few tokens against keys for two splits.
+CHUNK = ((9, 2100),)
 # Several tiles of rows and of keys, sequences without either, and more queries than keys.
 MIXED = ((100, 150), (0, 9), (7, 0), (70, 45))
 PREFILLS = (
@@ -51,6 +56,12 @@ PREFILLS = (
     PrefillProblem(MIXED, group=2, head_dim=192, value_dim=128, dtype="bfloat16", causal=True),
     PrefillProblem(((70, 70),), group=2, head_dim=256, q_layout="dense", kv_layout="dense", values="rising"),
     PrefillProblem(MIXED, group=2, head_dim=512, dtype="bfloat16", values="late_max", window=(30, 30)),
+    PrefillProblem(MIXED, 2, 3, **FLOATS, causal=True, kv_layout="paged", page_size=16, sinks=True),
+    PrefillProblem(MIXED, group=3, head_dim=128, **FLOATS, window=(40, 3), values="late_max"),
+    PrefillProblem(
+        CHUNK, group=2, head_dim=128, q_layout="dense", kv_layout="paged", page_size=16, causal=True, sinks=True
+    ),
+    PrefillProblem(CHUNK, group=2, **TBQ4, means=True, q_layout="dense", kv_layout="padded", causal=True),
     PrefillProblem(MIXED, 2, 3, **TBQ4, means=True, causal=True, kv_layout="paged", page_size=16),
     PrefillProblem(MIXED, group=3, head_dim=128, **TBQ4, dtype="bfloat16", values="tiny_v"),
     PrefillProblem(MIXED, group=3, head_dim=256, **TBQ4, kv_layout="padded", causal=True, sinks=True),

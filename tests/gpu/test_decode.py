@@ -512,7 +512,10 @@ def test_nan_in_a_value_is_seen_in_exactly_its_channel(dtype: str, token: int, n
         sees = np.zeros(out.shape, bool)
         sees[1, 3:, 77] = True
         np.testing.assert_array_equal(~np.isfinite(out), sees)
-        assert_same_bits((out[~sees], lse), (clean[0][~sees], clean[1]))
+        if dtype == "float32":  # ordinary sums take the place of products of parts
+            assert_decode(problem, np.where(sees, clean[0], out), lse)
+        else:
+            assert_same_bits((out[~sees], lse), (clean[0][~sees], clean[1]))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -855,7 +858,7 @@ def test_the_last_tokens_of_a_sequence_of_8_gib_are_read(large: list[cupy.ndarra
     ("argument", "change", "words"),
     [
         ("q", lambda x: x.astype(np.float64), ("q", "float64", "float16", "bfloat16")),
-        ("q", lambda x: x.astype(np.float32), ("q", "float32", "float16", "bfloat16")),
+        ("q", lambda x: x.astype(np.float32), ("k_cache", "float32", "float16")),
         ("k_cache", lambda x: x.astype(ml_dtypes.bfloat16), ("k_cache", "bfloat16", "float16")),
         ("v_cache", lambda x: x.astype(np.float32), ("v_cache", "float32", "float16")),
         ("q", lambda x: np.pad(x, [(0, 0)] * 2 + [(0, 16)]), ("q", "head_dim", "80", "64", "512")),

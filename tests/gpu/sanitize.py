@@ -68,9 +68,6 @@ PREFILLS = (
     PrefillProblem(MIXED, group=2, head_dim=512, **TBQ4, dtype="bfloat16", means=True),
     PrefillProblem(MIXED, group=3, head_dim=128, k_format="tbq4", kv_layout="paged", page_size=5, means=True),
     PrefillProblem(MIXED, group=3, head_dim=64, v_format="tbq4", dtype="bfloat16", causal=True, means=True),
-    # Keys in two splits, one of them empty for the second sequence.
-    PrefillProblem(((9, 2100), (9, 300)), group=2, q_layout="dense", kv_layout="paged", sinks=True, causal=True),
-    PrefillProblem(((9, 2100), (9, 300)), group=2, **TBQ4, q_layout="dense", kv_layout="padded", means=True),
 )
 
 

@@ -290,6 +290,36 @@ def test_rows_beyond_4_gib_are_read_and_written() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+@pytest.mark.parametrize(("stride", "tokens"), [(2**31 - 16, 3), (2**26 + 16, 70)])
+def test_tokens_gibibytes_apart_are_read(stride: int, tokens: int) -> None:
+    """Forwards and backwards, in whole tiles and in others."""
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    if free < 20 * GIB:
+        pytest.skip(reason=f"needs 20 GiB of free GPU memory, there are {free / GIB:.0f}")
+    problem = PrefillProblem(((3, tokens),), head_dim=128, q_layout="dense", kv_layout="dense", seed=14)
+    q, *rows = problem.arrays()
+    want = call_prefill((q, *rows), problem.options())
+    length = ((tokens - 1) * stride + rows[0][0, 0].nbytes) // 2
+    pools = [cupy.full(length, NAN16, np.uint16) for _ in rows]
+    far = []
+    try:
+        for step in (1, -1):
+            far = [
+                cupy.lib.stride_tricks.as_strided(pool.view(np.float16), x.shape, (0, stride, *x.strides[2:]))[
+                    :, ::step
+                ]
+                for pool, x in zip(pools, rows, strict=True)
+            ]
+            for pool, view, x in zip(pools, far, rows, strict=True):
+                pool.fill(NAN16)
+                view[...] = to_device(x)
+            assert_same_bits(call_prefill((q, *far), problem.options()), want)
+    finally:
+        pools.clear()
+        far.clear()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.mark.parametrize("formats", [RAW, FORMATS[0]], ids="-".join)
 def test_pages_at_both_ends_of_a_pool_of_6_gib_are_read(formats: tuple[str, str]) -> None:
     free = cupy.cuda.runtime.memGetInfo()[0]

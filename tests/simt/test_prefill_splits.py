@@ -1,6 +1,7 @@
 """prefill_mma.cu with keys that are cut into splits, and merge.cu, on the CPU harness."""
 
 from dataclasses import replace
+from itertools import cycle
 from itertools import product as combinations
 from typing import Any
 
@@ -36,8 +37,7 @@ def dense(base: PrefillProblem, **fields: Any) -> PrefillProblem:
     return replace(base, q_layout="dense", **{"seqlens": PADDED, "kv_layout": "padded", "causal": True, **fields})
 
 
-@pytest.mark.parametrize("num_splits", NUMS)
-@pytest.mark.parametrize("choice", [*SMALL, *SMALL_TBQ4], ids=str)
+@pytest.mark.parametrize(("choice", "num_splits"), zip((*SMALL, *SMALL_TBQ4), cycle(NUMS)), ids=str)
 def test_any_number_of_splits_obeys_the_error_law(choice: tuple[Any, ...], num_splits: int) -> None:
     """Of rows without a key, of splits without a tile, and with a sink, which counts once."""
     fields = dict(zip(NAMES, choice, strict=True))
@@ -47,7 +47,7 @@ def test_any_number_of_splits_obeys_the_error_law(choice: tuple[Any, ...], num_s
     check(replace(problem, **more), num_splits=num_splits, seed=2)
 
 
-@pytest.mark.parametrize("values", ["late_max", "huge", "equal"])
+@pytest.mark.parametrize("values", ["late_max", "huge", "equal", "tiny_v"])
 @every_format
 def test_splits_of_unusual_scores_obey_the_error_law(base: PrefillProblem, values: str) -> None:
     for softcap in (None, 0.5):
@@ -156,8 +156,7 @@ def test_splits_follow_lengths_on_the_device(base: PrefillProblem, given_len: in
 
 
 @pytest.mark.parametrize("num_splits", [2, 8])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("window", [None, (3, None)])
+@pytest.mark.parametrize(("bad", "window"), [(np.nan, None), (np.inf, (3, None))], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(
     dtype: str, window: Any, bad: float, num_splits: int

@@ -7,9 +7,10 @@
 //   warp   whole tiles of 16 rows and their online softmax; with DIM_SPLITS > 1 that many warps have the same rows, and
 //          each a part of value_dim
 //
-// Query rows are the M of an mma, keys its N; S, P and O stay in registers. A stage is a tile of K and one of V, of all
-// warps together: one barrier a stage. Formats of K and V are policies, each by itself (kv/tiles.cuh), and so are the
-// products of 16-bit elements and of floats (common/products16.cuh, common/products32.cuh).
+// Query rows are the M of an mma, keys its N; S, P and O stay in registers. Tiles of K and of V are there for all warps
+// together; an mbarrier for each says that a tile is there and that the one whose place the next takes has been read.
+// Formats of K and V are policies, each by itself (kv/tiles.cuh), and so are the products of 16-bit elements and of
+// floats (common/products16.cuh, common/products32.cuh).
 #include "common/prefill_cta.cuh"
 #include "common/prefill_epilogue.cuh"
 #include "common/ptx.cuh"

@@ -58,7 +58,7 @@ def first_tokens(cache: Any, count: int) -> Any:
 
 
 def prefills() -> None:
-    """Run problems of prefill, dense ones in splits; ragged arrays and those of pages end with the last token or page."""
+    """Run problems of prefill, dense ones in splits; ragged arrays and pages end where the last token or page does."""
     for seed, problem in enumerate(PREFILLS):
         options = problem.options()
         if "page_table" in options:

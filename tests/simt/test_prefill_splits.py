@@ -37,7 +37,7 @@ def dense(base: PrefillProblem, **fields: Any) -> PrefillProblem:
     return replace(base, q_layout="dense", **{"seqlens": PADDED, "kv_layout": "padded", "causal": True, **fields})
 
 
-@pytest.mark.parametrize(("choice", "num_splits"), zip((*SMALL, *SMALL_TBQ4), cycle(NUMS)), ids=str)
+@pytest.mark.parametrize(("choice", "num_splits"), list(zip((*SMALL, *SMALL_TBQ4), cycle(NUMS))), ids=str)
 def test_any_number_of_splits_obeys_the_error_law(choice: tuple[Any, ...], num_splits: int) -> None:
     """Of rows without a key, of splits without a tile, and with a sink, which counts once."""
     fields = dict(zip(NAMES, choice, strict=True))

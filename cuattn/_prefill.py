@@ -132,7 +132,8 @@ def prefill(
     for others' arrays.
 
     float32 keeps float32 accuracy: tensor cores multiply each float in two parts, and infinities and NaN are met by
-    ordinary sums, which take much longer.
+    ordinary sums, which take much longer. Values above some 2^110 may overflow where the result would not: sums go up
+    to 2^8 times as far, and once for each key.
 
     Rows in TBQ4 are never written out in 16 bits. On their way into tensor cores levels times norms are rounded to
     float16 once, with a power of two for each tile of keys, where `decode` multiplies scores and probabilities by norms
@@ -163,6 +164,8 @@ def plan_prefill(
     k: Array | Tbq4Array,
     v: Array | Tbq4Array,
     *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     kv_len: Array | None = None,
@@ -173,9 +176,9 @@ def plan_prefill(
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
-        As for `prefill`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
-        A `page_table` comes with a `kv_len` here too.
+    q, k, v, causal, window, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
+        As for `prefill`; a window counts for the number of splits. Contents are not read, so ``numpy.empty(shape,
+        numpy.float16)`` will do, and takes no memory. A `page_table` comes with a `kv_len` here too.
     device : Device or str, optional
         GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
         an NVIDIA H200.
@@ -183,7 +186,7 @@ def plan_prefill(
     Returns
     -------
     PrefillPlan
-        Config, grid, order of work and FLOPs.
+        Config, grid, order of work, splits, workspace and FLOPs.
 
     Raises
     ------
@@ -191,8 +194,8 @@ def plan_prefill(
         As `prefill`, and for an unknown device.
     """
     call = _check.prefill(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table,
-        contents=False,
+        q, k, v, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len,
+        page_table=page_table, contents=False,
     )  # fmt: skip
     return _plan.prefill_plan(call.problem, _check.device(device, call.q))
 

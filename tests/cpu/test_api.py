@@ -278,7 +278,8 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
         (
             cuattn.plan_prefill,
             ["q", "k", "v"],
-            dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "kv_len", "page_table", "device")),
+            {"causal": False, "window": None}
+            | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "kv_len", "page_table", "device")),
         ),
         (cuattn.channel_mean, ["x"], {"skip": 0}),
     ],

@@ -122,3 +122,20 @@ def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
     ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
     assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
     assert "splits     1, 0 bytes of workspace" in str(ragged)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_splits"),
+    [
+        ({}, 4),
+        ({"window": (1023, 0)}, 1),
+        ({"window": (4095, None), "causal": True}, 4),
+        ({"window": (2100, 0)}, 2),
+        ({"window": (100, None)}, 4),
+        ({"window": (None, 100)}, 4),
+    ],
+)
+def test_a_window_bounds_what_there_is_to_cut(options: dict[str, Any], num_splits: int) -> None:
+    """On both sides, one of which may be a causal mask."""
+    q, k = np.empty((1, 256, 32, 128), np.float16), np.empty((1, 131072, 8, 128), np.float16)
+    assert cuattn.plan_prefill(q, k, k, **options).num_splits == num_splits

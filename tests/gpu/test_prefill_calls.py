@@ -175,7 +175,7 @@ def test_32768_tokens_take_less_than_a_hundredth_of_the_memory_of_their_scores(f
 @pytest.mark.parametrize(
     ("argument", "change", "words"),
     [
-        ("q", lambda x: x.astype(np.float32), ("q", "float32", "float16", "bfloat16")),
+        ("q", lambda x: x.astype(np.float32), ("k", "float32", "float16")),
         ("k", lambda x: x.astype(ml_dtypes.bfloat16), ("k", "bfloat16", "float16")),
         ("v", lambda x: x[:, :, :1], ("v", "(2, 20, 2, 64)", "(2, 20, 1, 64)")),
         ("q", lambda _: cupy.zeros((2, 9, 4, 65), np.float16)[..., 1:], ("q", "16 bytes")),

@@ -169,7 +169,10 @@ def _chunks(rows: list[Row]) -> Iterator[str]:
 def _prefill(rows: list[Row]) -> Iterator[str]:
     yield from ("### Prefill", "", _PROMPT_INTRO, "", *_prompts(rows))
     if product := next((row for row in rows if row["impl"] == "cublas"), None):
-        yield from ("", f"cuBLAS, {product['note'].split(';')[0]}, {product['dtype']}: {_tflops(product)} TFLOP/s.")
+        text = f"cuBLAS, {product['note'].split(';')[0]}, {product['dtype']}: {_tflops(product)} TFLOP/s."
+        if any(row["dtype"] == "fp32" for row in rows):
+            text += " Of float32 the roof is a sixth of that."
+        yield from ("", text)
     if chunks := list(_chunks(rows)):
         yield from ("", _CHUNK_INTRO, "", *_CHUNK_HEADER, *chunks)
 

@@ -136,7 +136,8 @@ def prefill(
     for others' arrays.
 
     float32 keeps float32 accuracy: tensor cores multiply each float in two parts, and infinities and NaN are met by
-    ordinary sums, which take much longer.
+    ordinary sums, which take much longer. Values above some 2^110 may overflow where the result would not: sums go up
+    to 2^8 times as far, and once for each key.
 
     Rows in TBQ4 are never written out in 16 bits. On their way into tensor cores levels times norms are rounded to
     float16 once, with a power of two for each tile of keys, where `decode` multiplies scores and probabilities by norms
@@ -184,7 +185,7 @@ def plan_prefill(
     ----------
     q, k, v, causal, window, softcap, sinks, softmax_scale, cu_seqlens_q, cu_seqlens_k, kv_len, page_table
         As for `prefill`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
-        A `page_table` comes with a `kv_len` here too.
+        A `page_table` comes with a `kv_len` here too. A window counts for the number of splits.
     device : Device or str, optional
         GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
         an NVIDIA H200.
@@ -192,8 +193,8 @@ def plan_prefill(
     Returns
     -------
     PrefillPlan or TiledPrefillPlan
-        Config, grid, order of work and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs have for dense calls
-        in 16 bits without the options that it lacks.
+        Config, grid, order of work, splits, workspace and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs
+        have for dense calls in 16 bits without the options that it lacks.
 
     Raises
     ------

@@ -82,6 +82,7 @@ class PrefillProblem:
     value_dim: int
     max_kv_len: int
     ragged: bool = False
+    visible_keys: int | None = None  # the most that a token sees, where a window bounds them on both sides
 
     @property
     def group(self) -> int:

@@ -388,6 +388,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p, Smem& sm) {
   if (threadIdx.x == 0) {
     sm.work = found, sm.hidden_bad = 0;
     ptx::mbarrier_init(&sm.keys_turn, THREADS + cfg::NUM_WARPS);
+    // That V of a tile has been read follows from the turn of K of the next, unless V of the one after is made by then.
     ptx::mbarrier_init(&sm.values_turn, THREADS + AHEAD_OF<V> * cfg::NUM_WARPS);
   }
   __syncthreads();  // the work is there

@@ -99,6 +99,7 @@ class PrefillCall:
     def problem(self) -> _plan.PrefillProblem:
         """Sizes for the plan; dtypes of the kernel only."""
         _, num_tokens, num_qo_heads, head_dim = self.q.shape
+        left, right = self.window[0], 0 if self.causal else self.window[1]
         return _plan.PrefillProblem(
             dtype=_plan.Dtype(dtype_name(self.q)),
             k_format=self.k.kv_format,
@@ -111,6 +112,7 @@ class PrefillCall:
             value_dim=self.v.head_dim,
             max_kv_len=self.max_pages * self.k.page_size,
             ragged=self.ragged,
+            visible_keys=None if min(left, right) < 0 else left + right + 1,
         )
 
     @property

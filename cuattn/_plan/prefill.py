@@ -82,7 +82,7 @@ class PrefillConfig:
         return KvFormat.TBQ4 in (self.k_format, self.v_format)
 
     def _buffer_bytes(self, kv_format: KvFormat, dim: int) -> int:
-        """Tiles of K or V; of TBQ4 the codes, expanded tiles, norms, and the largest norm of every 32 keys."""
+        """Tiles of K or V; of TBQ4 the codes, expanded tiles, norms, and the power of two of each tile."""
         elements = self.tile_kv * dim * self.dtype.itemsize
         if kv_format is not KvFormat.TBQ4:
             return self.num_stages * elements
@@ -102,8 +102,8 @@ class PrefillConfig:
     def hold_base(self) -> bool:
         """Whether threads keep the address of shared memory in a register rather than ask for it in each step.
 
-        Worth 2 to 5 % with one CTA of eight warps an SM; with more, or short rows, other values have more of it, and
-        floats have no register left.
+        Worth some per cent with one CTA of eight warps an SM; with more, or short rows, other values have more of it,
+        and floats have no register left.
         """
         return self.dtype is not Dtype.FP32 and self.num_warps >= _MANY_WARPS and self.head_dim > _SHORT_ROW
 
@@ -350,7 +350,10 @@ def choose_splits(problem: PrefillProblem, config: PrefillConfig, device: Device
     rows = ceil_div(problem.num_tokens * problem.group, config.tile_q)
     ctas = rows * problem.num_kv_heads * problem.batch
     at_once = config.ctas_per_sm * device.num_sms
-    longest = min(_MAX_SPLITS, problem.max_kv_len // _MIN_SPLIT_KEYS)
+    keys = problem.max_kv_len
+    if problem.visible_keys is not None:
+        keys = min(keys, problem.visible_keys + ceil_div(config.tile_q, problem.group))
+    longest = min(_MAX_SPLITS, keys // _MIN_SPLIT_KEYS)
     is_chunk = problem.max_kv_len >= 2 * problem.num_tokens
     enough = at_once * (_MANY_ROUNDS if is_chunk else 1)
     if problem.ragged or ctas == 0 or ctas >= enough or longest <= 1:

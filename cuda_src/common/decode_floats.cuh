@@ -1,5 +1,5 @@
-// common/decode_floats.cuh -- what decode does in another way for floats: O^T = V^T P^T, and scores that are no
-// numbers. SPDX-License-Identifier: Apache-2.0
+// common/decode_floats.cuh -- what decode does in another way for floats: O^T = V^T P^T, scores that are no numbers.
+// SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_DECODE_FLOATS_CUH
 #define CUATTN_COMMON_DECODE_FLOATS_CUH
 #include "common/tf32.cuh"

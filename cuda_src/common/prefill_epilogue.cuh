@@ -29,7 +29,8 @@ struct Epilogue {
     const float scale = (is_part ? 1.f : softmax::inverse_sum(l)) * softmax::weight(keys_m, m);
     if (at.t == 0 && at.dim_part == 0 && own < w.num_rows) {
       if (is_part) {
-        const bool empty = m == neg_inf() && l == 0.f;
+        const KeyRange keys = w.keys(p, own);
+        const bool empty = l == 0.f && max(keys.lo, w.lo) >= min(keys.hi, w.hi);
         reinterpret_cast<float2*>(p.state_partial)[w.flat_part(p, own)] = make_float2(m, empty ? EMPTY_PART : l);
       } else if (p.lse != nullptr) {
         p.lse[w.flat(p, own)] = softmax::lse(m, l);

@@ -1,5 +1,5 @@
-// kv/tiles.cuh -- the tile seam: K and V as tiles of rows in 16 or 32 bits. A kernel names a format only through
-// TilesOf. SPDX-License-Identifier: Apache-2.0
+// kv/tiles.cuh -- the tile seam: K and V as tiles of rows. A kernel names a format only through TilesOf.
+// SPDX-License-Identifier: Apache-2.0
 //
 // A policy has:
 //   Operand            element type of the mma that multiplies its rows

@@ -187,3 +187,20 @@ def test_few_tiles_for_many_keys_are_cut_into_splits() -> None:
     q, k, v = arrays(128, 32768)
     assert cuattn.plan_prefill(q[:1, :, :16], k[:1, :, :4], v[:1, :, :4]).num_splits > 1
     assert isinstance(cuattn.plan_prefill(*arrays(256, 9000)), cuattn.TiledPrefillPlan)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_splits"),
+    [
+        ({}, 4),
+        ({"window": (1023, 0)}, 1),
+        ({"window": (4095, None), "causal": True}, 4),
+        ({"window": (2100, 0)}, 2),
+        ({"window": (100, None)}, 4),
+        ({"window": (None, 100)}, 4),
+    ],
+)
+def test_a_window_bounds_what_there_is_to_cut(options: dict[str, Any], num_splits: int) -> None:
+    """On both sides, one of which may be a causal mask."""
+    q, k = np.empty((1, 256, 32, 128), np.float16), np.empty((1, 131072, 8, 128), np.float16)
+    assert cuattn.plan_prefill(q, k, k, **options).num_splits == num_splits

@@ -500,6 +500,14 @@ inline bool land_one(Block& b) {
   return true;
 }
 
+// Lets the oldest copy of any one thread land that has not asked for an arrival yet.
+inline void land_any(Block& b) {
+  Fiber& f = b.fibers[choose(b, b.threads)];
+  if (f.copies.empty()) return;
+  memcpy(f.copies.front().dst, f.copies.front().data, f.copies.front().bytes);
+  f.copies.erase(f.copies.begin());
+}
+
 // Resumes every lane once that is not blocked; returns whether one of them did more than poll.
 inline bool run_warp(Block& b, int w, const std::vector<int>& lanes) {
   bool progress = false;
@@ -527,6 +535,7 @@ inline void run_block(Block& b) {
       while (run_warp(b, w, lanes)) {
         progress = true;
         if (restless && !b.copy_arrivals.empty() && choose(b, 8) == 0) land_copies(b);
+        if (restless) land_any(b);
         if (restless && choose(b, 8) == 0) break;
       }
     }

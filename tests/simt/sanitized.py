@@ -22,7 +22,7 @@ TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33), num_kv_heads=2, group=3, page_size=16, sinks=True),
     Problem(kv_len=(129,), group=8, page_size=16, values="late_max", window=(40, 3)),
-    Problem(kv_len=(31, 64), seqlen_q=4, group=3, softcap=5.0, dtype="bfloat16"),
+    Problem(kv_len=(31, 64), seqlen_q=4, group=3, softcap=5.0),
     Problem(kv_len=(130,), group=1, head_dim=128, page_size=16),
     Problem(kv_len=(40,), seqlen_q=16, group=8, head_dim=128, values="huge"),
     Problem(kv_len=(65,), seqlen_q=2, group=2, head_dim=128, causal=False, values="equal"),
@@ -37,6 +37,8 @@ PREFILLS = (
     PrefillProblem(((40, 70), (5, 1)), group=3, kv_layout="paged", page_size=5, window=(20, 3), softcap=5.0),
     PrefillProblem(((33, 40), (2, 17)), group=3, **TBQ4, kv_layout="paged", page_size=16, causal=True, means=True),
     PrefillProblem(((20, 37),), group=3, **TBQ4, values="rising"),
+    PrefillProblem(((20, 70), (20, 0), (20, 5)), group=3, q_layout="dense", kv_layout="padded", sinks=True),
+    PrefillProblem(((20, 37), (5, 1)), group=3, dtype="float32", k_format="raw32", v_format="raw32", causal=True),
 )
 SMALL = {"tile_q": 32, "tile_kv": 16, "num_stages": 2, "num_warps": 2}
 
@@ -56,13 +58,14 @@ def first_tokens(cache: Any, count: int) -> Any:
 
 
 def prefills() -> None:
-    """Run problems of prefill; ragged arrays, and those of pages, end where the last token or page ends."""
+    """Run problems of prefill, dense ones in splits; ragged arrays and pages end where the last token or page does."""
     for seed, problem in enumerate(PREFILLS):
         options = problem.options()
         if "page_table" in options:
             used = -(-max(kv_len for _, kv_len in problem.seqlens) // problem.page_size)
             options["page_table"] = options["page_table"][:, :used].copy()
-        got = product.prefill_arrays(*problem.arrays(), **options, seed=seed, changes=SMALL)
+        num_splits = 3 if problem.q_layout == "dense" else 1
+        got = product.prefill_arrays(*problem.arrays(), **options, seed=seed, changes=SMALL, num_splits=num_splits)
         assert_prefill(problem, *got)
     sys.stdout.write(f"{len(PREFILLS)} problems of prefill\n")
 
@@ -86,7 +89,7 @@ def main() -> None:
             if problem.seqlen_q == 1:
                 out, lse = out[:, 0], lse[:, 0]
             assert_decode(problem, out, lse)
-    for head_dim, dtype in ((64, "float32"), (128, "float16"), (256, "bfloat16")):
+    for head_dim, dtype in ((64, "float32"), (256, "bfloat16")):
         encode_and_decode(head_dim, dtype)
     for seed, problem in enumerate(EXACT_APPENDS):
         assert_append(problem, product.append(problem, seed))

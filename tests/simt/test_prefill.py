@@ -150,4 +150,4 @@ def test_chunks_against_a_cache_are_a_prompt_at_once(base: PrefillProblem, edges
 def test_the_kernel_is_clean_under_address_and_undefined_behavior_sanitizers() -> None:
     run = harness.run_with_sanitizers([str(Path(__file__).with_name("sanitized.py")), "prefill"])
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "4 problems of prefill" in run.stdout
+    assert "6 problems of prefill" in run.stdout

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 from simt import harness
 from simt.prefill_cases import (
     BASE,
     CODES,
     MIXED,
+    SINGLE,
     SMALL_TBQ4,
     assert_same_bits,
     changed,
@@ -128,6 +130,27 @@ def test_views_with_any_outer_strides_are_read_and_written_in_place(
     assert_same_bits(run(problem, tuple(viewed), out=out), want)
     # Nothing beside out has been written.
     assert np.isfinite(base_of_out).sum() == out.size
+
+
+def test_tokens_may_be_half_a_gibibyte_apart() -> None:
+    """Nine of them, of a whole tile and of another: the distances have more than 32 bits."""
+    problem = replace(SINGLE, head_dim=128, seqlens=((3, 9),), num_kv_heads=1, q_layout="dense", kv_layout="dense")
+    q, k, v = problem.arrays()
+    stride = 2**29 + 16
+    try:
+        memory = np.empty(8 * stride + 2 * k[0, 0].nbytes, np.uint8)  # of which hardly a page is touched
+    except MemoryError:
+        pytest.skip(reason="needs 4 GiB of addresses")
+    for step in (1, -1):
+        far = []
+        for i, x in enumerate((k, v)):
+            first = memory[i * x[0, 0].nbytes :][: 8 * stride + x[0, 0].nbytes].view(np.float32)
+            far.append(as_strided(first, x.shape, (0, stride, *x.strides[2:]))[:, ::step])
+            far[-1][...] = x
+        assert_same_bits(run(problem, (q, *far)), run(problem, (q, k, v)))
+        patch = ("common/tile_loader.cuh", "static_cast<i64>(tokens) * stride_token", "tokens * stride_token")
+        with pytest.raises(harness.KernelError):
+            run(problem, (q, *far), patches=(patch,))
 
 
 def test_queries_keys_and_values_may_be_slices_of_one_array() -> None:

@@ -1,7 +1,7 @@
 """The kernels under AddressSanitizer and UBSan; run by test_decode.py in a process of its own.
 
 With the argument ``overrun`` a read past the end of the page table is planted, which must end the process. With
-``prefill``, as test_prefill.py runs it, that kernel is the one.
+``prefill``, as test_prefill.py runs it, or ``prefill_sm90`` that kernel is the one.
 """
 
 import sys
@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from simt import product  # noqa: E402  after the path
 from strategies import DTYPES, EXACT_APPENDS, PrefillProblem, Problem  # noqa: E402
-from tolerance import assert_append, assert_blocks, assert_decode, assert_prefill  # noqa: E402
+from tolerance import assert_append, assert_blocks, assert_decode, assert_prefill, assert_prefill_call  # noqa: E402
 
 from cuattn import Tbq4Array  # noqa: E402
 
@@ -40,6 +40,12 @@ PREFILLS = (
     PrefillProblem(((20, 70), (20, 0), (20, 5)), group=3, q_layout="dense", kv_layout="padded", sinks=True),
     PrefillProblem(((20, 37), (5, 1)), group=3, dtype="float32", k_format="raw32", v_format="raw32", causal=True),
 )
+TILED_PREFILLS = (
+    PrefillProblem(((70, 100),) * 2, 2, 2, q_layout="dense", kv_layout="dense"),
+    PrefillProblem(((130, 140),), group=2, q_layout="dense", kv_layout="dense", causal=True),
+    PrefillProblem(((140, 37),), q_layout="dense", kv_layout="dense", causal=True, values="rising"),
+)
+TILED_SMALL = {"consumers": 2, "tile_kv": 32, "num_stages": 2}
 SMALL = {"tile_q": 32, "tile_kv": 16, "num_stages": 2, "num_warps": 2}
 
 
@@ -68,6 +74,17 @@ def prefills() -> None:
         got = product.prefill_arrays(*problem.arrays(), **options, seed=seed, changes=SMALL, num_splits=num_splits)
         assert_prefill(problem, *got)
     sys.stdout.write(f"{len(PREFILLS)} problems of prefill\n")
+
+
+def tiled_prefills() -> None:
+    """Run problems of prefill_sm90.cu, one with a value that is not finite and hidden from some rows."""
+    for seed, problem in enumerate(TILED_PREFILLS):
+        q, k, v = problem.arrays()
+        if seed == 1:
+            v[0, -1, 0, 3] = np.inf
+        options = {**problem.options(), "changes": TILED_SMALL, "seed": seed}
+        assert_prefill_call((q, k, v), problem.options(), product.tiled_prefill_arrays(q, k, v, **options))
+    sys.stdout.write(f"{len(TILED_PREFILLS)} problems of prefill_sm90\n")
 
 
 def main() -> None:
@@ -106,4 +123,5 @@ def encode_and_decode(head_dim: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    prefills() if "prefill" in sys.argv else main()
+    runs = {"prefill": prefills, "prefill_sm90": tiled_prefills}
+    next((run for name, run in runs.items() if name in sys.argv), main)()

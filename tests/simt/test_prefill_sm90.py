@@ -1,6 +1,8 @@
 """prefill_sm90.cu, the very file that a Hopper GPU runs, on the CPU harness, against the reference."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,13 @@ def test_a_query_that_is_nan_is_seen_in_its_row_alone() -> None:
     sees[0, 30, 1] = True
     np.testing.assert_array_equal(np.isnan(lse), sees)
     np.testing.assert_array_equal(np.isnan(out).any(-1), sees)
+
+
+@pytest.mark.skipif(bool(os.environ.get("CUATTN_SIMT_SANITIZE")), reason="this is the sanitizer run itself")
+def test_the_kernel_is_clean_under_address_and_undefined_behavior_sanitizers() -> None:
+    run = harness.run_with_sanitizers([str(Path(__file__).with_name("sanitized.py")), "prefill_sm90"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "3 problems of prefill_sm90" in run.stdout
 
 
 # ---- planted faults ----------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ _CHOICES: tuple[dict[str, bool], ...] = (
     {"weigh_first": False},
     {"take_turns": False, "weigh_first": False},
 )
+_ORDERS = ("", "heads that fit L2", "a CTA an item")
 
 
 def _arrays_of(head_dim: int) -> tuple[Any, ...]:
@@ -47,16 +48,19 @@ def _arrays_of(head_dim: int) -> tuple[Any, ...]:
 
 
 def _variant(
-    arrays: tuple[Any, ...], config: _plan.TiledPrefillConfig, *, causal: bool, stays: bool
+    arrays: tuple[Any, ...], config: _plan.TiledPrefillConfig, *, causal: bool, order: str
 ) -> tuple[Callable[[], None], Any]:
-    """Return a launch and its out; `stays`: one CTA an SM, else a CTA for each item."""
+    """Return a launch and its out; `order` is one of `_ORDERS`."""
     device = _arrays.device(0)
     call = _check.prefill(*arrays, causal=causal)
-    plan = _plan.TiledPrefillPlan(call.problem, device if stays else replace(device, num_sms=10**9), config)
+    plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
     params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+    if order == "heads that fit L2":
+        params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
+    grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid
     kernel = _jit.kernel(config, 0, device.arch)
-    return lambda: kernel.launch(plan.grid, plan.block, params), out
+    return lambda: kernel.launch(grid, plan.block, params), out
 
 
 def _milliseconds(launch: Callable[[], None], count: int) -> float:
@@ -82,15 +86,15 @@ def main() -> None:
         launches: dict[str, Callable[[], None]] = {}
         shipped = _plan.tiled_prefill_config(_plan.Dtype.BF16, head_dim)
         for n, tile in enumerate(_TILES[head_dim]):
-            for choice, stays in product(_CHOICES, (True, False)):
-                if (choice or not stays) and n > 0 and not options.all_choices:
+            for choice, order in product(_CHOICES, _ORDERS):
+                if (choice or order) and n > 0 and not options.all_choices:
                     continue
                 fields = dict(zip(("consumers", "tile_kv", "num_stages"), tile, strict=True))
                 config = replace(shipped, **fields, **choice)
-                launch, out = _variant(arrays, config, causal=causal, stays=stays)
+                launch, out = _variant(arrays, config, causal=causal, order=order)
                 launch()
                 error = float(abs(out[:, -512:].astype(cupy.float32) - want[:, -512:].astype(cupy.float32)).max())
-                name = f"{tile} {' '.join(choice) and str(choice)} {'' if stays else 'a CTA an item'} error {error:.1e}"
+                name = f"{tile} {choice or ''} {order} error {error:.1e}"
                 launches[name] = launch
         flops = 4 * _TOKENS**2 * _HEADS[head_dim][0] * head_dim / (2 if causal else 1)
         times: dict[str, list[float]] = {name: [] for name in launches}

@@ -18,6 +18,9 @@ _GROUP_WARPS, GROUP_ROWS = 4, 64
 # Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
 _REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 _TILE_ALIGN = 1024
+# Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
+# the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
+_CTAS_OF_A_STREAM = 6
 # Of the time of a call, the share in which an SM has work, below which keys are rather cut into splits.
 _MIN_BUSY = 0.6
 
@@ -153,11 +156,16 @@ class TiledPrefillPlan:
 
     @cached_property
     def streams_at_once(self) -> int:
-        """KV heads of sequences whose tiles are worked on together: those with K and V in half of the L2 cache."""
+        """KV heads of sequences whose tiles are worked on together, those of the last rows first.
+
+        As many as have K and V in half of the L2 cache; and where these are few, so many that each has some CTAs at
+        once, which read the same keys at about the same time: whenever others begin, tiles are long again, and CTAs
+        that have the longest of two rounds are behind.
+        """
         p = self.problem
         row = 2 * p.head_dim * p.dtype.itemsize
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
-        return max(1, min(self.num_streams, fit))
+        return max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
 
     @cached_property
     def num_items(self) -> int:

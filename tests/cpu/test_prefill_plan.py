@@ -204,3 +204,31 @@ def test_a_window_bounds_what_there_is_to_cut(options: dict[str, Any], num_split
     """On both sides, one of which may be a causal mask."""
     q, k = np.empty((1, 256, 32, 128), np.float16), np.empty((1, 131072, 8, 128), np.float16)
     assert cuattn.plan_prefill(q, k, k, **options).num_splits == num_splits
+
+
+def items_of_ctas(plan: cuattn.TiledPrefillPlan) -> list[list[tuple[int, int]]]:
+    """(head of all sequences, tile) of each CTA, in the order of common/prefill_items.cuh."""
+    ctas, group = plan.grid[0], plan.problem.group
+    per_turn = plan.streams_at_once * group * plan.num_tiles
+
+    def item(index: int) -> tuple[int, int]:
+        turn, in_turn = divmod(index, per_turn)
+        heads = min(plan.streams_at_once, plan.num_streams - turn * plan.streams_at_once) * group
+        return turn * plan.streams_at_once * group + in_turn % heads, plan.num_tiles - 1 - in_turn // heads
+
+    rounds = range(-(-plan.num_items // ctas))
+    indices = ([r * ctas + (cta if r % 2 == 0 else ctas - 1 - cta) for r in rounds] for cta in range(ctas))
+    return [[item(i) for i in row if i < plan.num_items] for row in indices]
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384, 32768])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (16, 16, 128)])
+def test_ctas_have_as_much_to_do_under_a_causal_mask(heads: int, kv_heads: int, dim: int, tokens: int) -> None:
+    """And each tile is done once."""
+    q, k = (np.empty((1, tokens, n, dim), np.float16) for n in (heads, kv_heads))
+    plan = cuattn.plan_prefill(q, k, k, causal=True)
+    assert isinstance(plan, cuattn.TiledPrefillPlan)
+    ctas = items_of_ctas(plan)
+    assert sorted(x for items in ctas for x in items) == [(h, t) for h in range(heads) for t in range(plan.num_tiles)]
+    keys = [sum(min(tokens, (tile + 1) * plan.config.tile_q) for _, tile in items) for items in ctas]
+    assert max(keys) <= 1.02 * sum(keys) / len(keys)

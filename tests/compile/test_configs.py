@@ -12,20 +12,29 @@ WORKERS = 2
 
 
 def unique(device):
-    """Every config for an H200; for other GPUs those that differ in more than a conversion or the size of a table."""
+    """For an H200 every config of the short kernels, and of the long ones those that differ in more than a conversion.
+
+    For other GPUs those that differ in more than that, the length of a loop, or the size of a table.
+    """
     configs = list(dict.fromkeys(_plan.shipped_configs(device)))
-    if device.arch == "sm_90a":
-        return configs
     fp16, fp32 = _plan.Dtype.FP16, _plan.Dtype.FP32
+    if device.arch == "sm_90a":
+        # One of each kernel with float16 shows that its conversions compile.
+        dims = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
+        return [
+            c for c in configs if c.kernel not in {"decode", "prefill_mma"} or c.dtype is not fp16 or c.head_dim in dims
+        ]
     # Tiles and registers of floats are those of sm_86.
     if device.arch == "sm_89":
         configs = [c for c in configs if c.kernel not in {"decode", "prefill_mma"} or c.dtype is not fp32]
     # With a larger table of means fewer CTAs share the registers.
     alike = {
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
-        "merge": lambda c: fp16 in (c.in_dtype, c.out_dtype),
+        "merge": lambda c: (
+            fp16 in (c.in_dtype, c.out_dtype) or c.head_dim not in (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
+        ),
         "prefill_mma": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
-        "append": lambda c: c.k_format is not c.v_format,
+        "append": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,
         "quantize": lambda c: c.dtype is fp16 or c.mean_blocks > MIN_MEAN_BLOCKS,
         "dequantize": lambda c: c.dtype is fp16,
     }

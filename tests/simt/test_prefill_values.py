@@ -16,7 +16,7 @@ from simt.prefill_cases import (
     run,
 )
 from strategies import DTYPES, PrefillProblem
-from tolerance import assert_prefill_call
+from tolerance import assert_prefill_call, of_positive_sums
 
 from cuattn import reference
 
@@ -130,10 +130,8 @@ def test_floats_that_are_no_sum_of_two_parts_have_their_products(which: int, siz
     options = {"causal": causal, "softcap": 5.0 if which == 1 else None}
     got = product.prefill_arrays(*arrays, **options)
     want = reference.prefill(*arrays, **options, return_lse=True)
-    # All addends are positive. At most 70 are added one after the other, at half an ulp (2^-24) each; a weight, its
-    # product and the division are good to 2^-21 together.
     for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=70 * 2.0**-24 + 2.0**-21)
+        np.testing.assert_allclose(x, y, rtol=of_positive_sums(70))
 
 
 def test_sums_of_many_keys_in_floats_do_not_drift() -> None:

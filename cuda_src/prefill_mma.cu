@@ -11,6 +11,7 @@
 // together; an mbarrier for each says that a tile is there and that the one whose place the next takes has been read.
 // Formats of K and V are policies, each by itself (kv/tiles.cuh), and so are the products of 16-bit elements and of
 // floats (common/products16.cuh, common/products32.cuh).
+#include "common/elements.cuh"
 #include "common/prefill_cta.cuh"
 #include "common/prefill_epilogue.cuh"
 #include "common/ptx.cuh"
@@ -315,17 +316,6 @@ __device__ __forceinline__ bool is_bad(const Outputs& o, const State& state) {
     }
   }
   return sum != 0.f;
-}
-
-__device__ __forceinline__ void clear(Outputs& o) {
-#pragma unroll
-  for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-    for (int d = 0; d < DIM_TILES; ++d) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[r][d][e] = 0.f;
-    }
-  }
 }
 
 __device__ __forceinline__ void scale_row(Outputs& o, int r, int c, float by) {

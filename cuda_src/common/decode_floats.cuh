@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_DECODE_FLOATS_CUH
 #define CUATTN_COMMON_DECODE_FLOATS_CUH
+#include "common/elements.cuh"
 #include "common/tf32.cuh"
 #include "common/tile16.cuh"
 
@@ -37,14 +38,7 @@ struct DecodeFloats {
 #pragma unroll
     for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
       float sums[SUMS][ROW_TILES][4];  // of products with a small part, and of the others
-#pragma unroll
-      for (int j = 0; j < SUMS; ++j) {
-#pragma unroll
-        for (int n = 0; n < ROW_TILES; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sums[j][n][e] = 0.f;
-        }
-      }
+      clear(sums);
 #pragma unroll
       for (int i = 0; i < 2 * KEY_BLOCKS; ++i) {
         u32 words[4];

@@ -24,4 +24,17 @@ __device__ __forceinline__ void store2(Elem* p, float x, float y) {
   *reinterpret_cast<u32*>(p) = ptx::pack2<Elem>(x, y);
 }
 
+// Sets accumulators to zero.
+template <int A, int B>
+__device__ __forceinline__ void clear(float (&x)[A][B][4]) {
+#pragma unroll
+  for (int a = 0; a < A; ++a) {
+#pragma unroll
+    for (int b = 0; b < B; ++b) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[a][b][e] = 0.f;
+    }
+  }
+}
+
 #endif

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PRODUCTS16_CUH
 #define CUATTN_COMMON_PRODUCTS16_CUH
+#include "common/elements.cuh"
 #include "common/ptx.cuh"
 
 // A warp has ROW_TILES tiles of 16 rows, and DIM_TILES * 8 of value_dim.
@@ -16,14 +17,7 @@ struct Products16 {
   static __device__ __forceinline__ void multiply_k(float (&s)[ROW_TILES][N][4], const u8* q, u32 q_at, const u8* keys,
                                                     u32 k_at, Beside beside) {
     constexpr int STEPS = K::Tile::ROW_BYTES / 32;
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[r][n][e] = 0.f;
-      }
-    }
+    clear(s);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       u32 a[ROW_TILES][4];

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PRODUCTS32_CUH
 #define CUATTN_COMMON_PRODUCTS32_CUH
+#include "common/elements.cuh"
 #include "common/tf32.cuh"
 
 // As Products16. ldmatrix moves words as it moves pairs of halves: eight floats of a row lie where sixteen halves do.
@@ -21,14 +22,7 @@ struct Products32 {
                                                     u32 k_at, Beside beside) {
     constexpr int STEPS = K::Tile::ROW_BYTES / 32;
     constexpr int AT_ONCE = N % 2 == 0 ? 2 : 1;  // tiles of eight keys
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[r][n][e] = 0.f;
-      }
-    }
+    clear(s);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       u32 rows[ROW_TILES][4];

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simt import harness, product
 from strategies import DTYPES, Problem, lengths, problems
-from tolerance import assert_decode, assert_merge
+from tolerance import assert_decode, assert_merge, of_positive_sums
 
 from cuattn import _plan, reference
 
@@ -138,8 +138,11 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_othe
     out, lse = product.decode_arrays(q, k_cache, v_cache, kv_len, num_splits=2, window=window)
     clean, clean_lse = product.decode(problem, num_splits=2)
     first = slice(0, 2)
-    if dtype == "float32":  # whose scores are summed in another order as well
-        np.testing.assert_allclose(lse[:, first], clean_lse[:, first], rtol=2.0**-20)
+    if dtype == "float32":
+        # Scores of 64 products are summed in another order too: eight roundings of each order, 2^-24 of a sum of
+        # magnitudes that lse is not far below.
+        rtol = 16 * 2.0**-24
+        np.testing.assert_allclose(lse[:, first], clean_lse[:, first], rtol=rtol)
     else:
         np.testing.assert_array_equal(lse[:, first], clean_lse[:, first])
     assert np.isfinite(out[:, first].astype(np.float32)).all()
@@ -163,7 +166,7 @@ def test_floats_that_are_no_sum_of_two_parts_have_their_products(which, size):
     got = product.decode_arrays(*arrays, np.array([70], np.int32), **options)
     want = reference.decode(*arrays, [70], **options, return_lse=True)
     for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5)
+        np.testing.assert_allclose(x, y, rtol=of_positive_sums(70))
 
 
 def test_views_with_any_outer_strides_are_read_in_place():

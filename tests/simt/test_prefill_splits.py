@@ -130,7 +130,9 @@ def test_splits_do_not_lose_the_precision_that_an_lse_would() -> None:
     for num_splits in NUMS:
         out, lse = product.prefill_arrays(q, k, v, num_splits=num_splits)
         assert (out == want).all(), num_splits
-        np.testing.assert_allclose(lse, 104000 + np.log(600), rtol=2.0**-22)
+        # The scores are exact; m, the logarithm and their sum are rounded once each, and so is the product with ln 2.
+        four_roundings = 4 * 2.0**-24
+        np.testing.assert_allclose(lse, 104000 + np.log(600), rtol=four_roundings)
 
 
 @pytest.mark.parametrize("num_splits", [2, 8])

@@ -62,6 +62,10 @@ struct Ring {
   }
 };
 
+__device__ __forceinline__ Ring ring_of(int count) {
+  return {static_cast<int>(static_cast<u32>(count) % cfg::NUM_STAGES), static_cast<u32>(count) / cfg::NUM_STAGES % 2};
+}
+
 // ---- the producer ------------------------------------------------------------------------------------------------
 
 template <int ROWS>
@@ -175,9 +179,11 @@ __device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, con
   }
 }
 
+using Tile = float[1][KEY_TILES][4];
+
 // Turns scores into weights; by[r] is what the outputs so far are to be multiplied by if the result is true.
 __device__ __forceinline__ bool weigh(Scores& s, State& state, const Factors& factors, float (&by)[2]) {
-  float (&x)[1][KEY_TILES][4] = reinterpret_cast<float (&)[1][KEY_TILES][4]>(s);
+  Tile& x = reinterpret_cast<Tile&>(s);
   const bool grew = state.follow(x, factors, [&](int, int r, float factor) { by[r] = factor; });
 #pragma unroll
   for (int n = 0; n < KEY_TILES; ++n) state.weigh(x[0][n], factors, 0);
@@ -185,9 +191,21 @@ __device__ __forceinline__ bool weigh(Scores& s, State& state, const Factors& fa
 }
 
 // Columns of weights stand in an accumulator as in the A of a product.
+__device__ __forceinline__ void pack(Weights& weights, int n, const float (&w)[4]) {
+  weights[n / 2][n % 2 * 2] = ptx::pack2<Elem>(w[0], w[1]);
+  weights[n / 2][n % 2 * 2 + 1] = ptx::pack2<Elem>(w[2], w[3]);
+}
 __device__ __forceinline__ void pack(Weights& weights, const Scores& s) {
 #pragma unroll
-  for (int i = 0; i < KEY_TILES * 2; ++i) weights[i / 4][i % 4] = ptx::pack2<Elem>(s[2 * i], s[2 * i + 1]);
+  for (int n = 0; n < KEY_TILES; ++n) pack(weights, n, reinterpret_cast<const Tile&>(s)[0][n]);
+}
+
+// Both, where no product reads `weights` any more.
+__device__ __forceinline__ bool absorb(Weights& weights, const Scores& s, State& state, const Factors& factors,
+                                       bool first, float (&by)[2]) {
+  return state.absorb(
+      reinterpret_cast<const Tile&>(s), factors, first, [&](int, int n, const float (&w)[4]) { pack(weights, n, w); },
+      [&](int, int r, float factor) { by[r] = factor; });
 }
 
 __device__ __forceinline__ void scale(Outputs& o, const float (&by)[2]) {
@@ -318,7 +336,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
   };
   Factors factors{};
   factors.fill([&](int, int) { return p.softmax_scale_log2; });
-  Ring keys, values;
+  int count = 0;  // of tiles so far
   u32 q_phase = 0;
   if (at.group == cfg::CONSUMERS - 1) turns.end();  // the first one begins
 
@@ -332,26 +350,28 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       Weights weights;
       float by[2];
       int tile = w.key_tiles - 1;
+      const int last = count + tile;
+      const Ring first = ring_of(count);
 
       ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
       q_phase ^= 1;
       turns.begin();
-      ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);
+      ptx::mbarrier_wait(&sm.k_full[first.stage], first.phase);
       ptx::wgmma_fence();
-      begin_scores(s, q, keys_at(keys.stage));
+      begin_scores(s, q, keys_at(first.stage));
       ptx::wgmma_commit();
       turns.end();
       ptx::wgmma_wait<0>();
       ptx::read_behind(s);
-      release(&sm.k_empty[keys.stage], at);
-      keys.advance();
+      release(&sm.k_empty[first.stage], at);
       if (tile == 0) release(&sm.q_empty[at.group], at);
       if (tile >= w.full_tiles) hide(s, p, w, tile, at);
-      weigh(s, state, factors, by);
-      pack(weights, s);
+      absorb(weights, s, state, factors, true, by);
 
       const auto step = [&](auto masked) {
+        const Ring values = ring_of(last - tile);
         --tile;
+        const Ring keys = ring_of(last - tile);
         turns.begin();
         ptx::mbarrier_wait(&sm.k_full[keys.stage], keys.phase);
         ptx::wgmma_fence();
@@ -365,26 +385,29 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         ptx::wgmma_wait<1>();
         ptx::read_behind(s);
         release(&sm.k_empty[keys.stage], at);
-        keys.advance();
         if (tile == 0) release(&sm.q_empty[at.group], at);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
-        const bool grew = weigh(s, state, factors, by);
         if constexpr (cfg::WEIGH_FIRST) {
+          const bool grew = weigh(s, state, factors, by);
           ptx::wgmma_wait_behind<0>(state.l[0][0], state.l[0][1]);
+          ptx::read_behind(o);
+          release(&sm.v_empty[values.stage], at);
+          if (grew) scale(o, by);
+          pack(weights, s);
         } else {
           ptx::wgmma_wait<0>();
+          ptx::read_behind(o);
+          release(&sm.v_empty[values.stage], at);
+          if (absorb(weights, s, state, factors, false, by)) scale(o, by);
         }
-        ptx::read_behind(o);
-        release(&sm.v_empty[values.stage], at);
-        values.advance();
-        if (grew) scale(o, by);
-        pack(weights, s);
       };
 #pragma unroll 1
       while (tile > w.full_tiles) step(Flag<true>{});
 #pragma unroll 1
       while (tile > 0) step(Flag<false>{});
 
+      const Ring values = ring_of(last);
+      count = last + 1;
       ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
       ptx::wgmma_fence();
       begin_outputs(o, weights, values_at(values.stage));
@@ -392,7 +415,6 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::wgmma_wait<0>();
       ptx::read_behind(o);
       release(&sm.v_empty[values.stage], at);
-      values.advance();
     }
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {

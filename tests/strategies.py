@@ -24,6 +24,8 @@ UNUSED_ENTRIES = (-1, 2**31 - 1)
 LATE_KEYS = 8
 # By how much the keys of a "rising" sequence grow: scores by up to 60 in base-2 units, a few in each tile.
 RISE = 8.0
+# The same from the last key to the first, for kernels that go that way.
+MIRRORED = {"early_max": "late_max", "falling": "rising"}
 # What stands in TBQ4 where no token is: the highest codes, and norms that are NaN or infinite.
 UNUSED_CODE = 0xFF
 UNUSED_NORMS = np.array((0x7E00, 0x7E00, 0x7C00), np.uint16).view(np.float16)
@@ -84,11 +86,12 @@ class _Call:
             q = rng.standard_normal((seqlen_q, self.num_qo_heads, head_dim))
             k = rng.standard_normal((kv_len, self.num_kv_heads, head_dim))
             v = rng.standard_normal((kv_len, self.num_kv_heads, value_dim))
-            if self.values == "late_max":
+            values = MIRRORED.get(self.values, self.values)
+            if values == "late_max":
                 late = min(kv_len, LATE_KEYS)
                 q = np.abs(q)
                 k[kv_len - late :] = np.abs(k[kv_len - late :]) * np.arange(1, late + 1)[:, None, None]
-            elif self.values == "rising":
+            elif values == "rising":
                 q = np.abs(q)
                 k = np.abs(k) * np.linspace(0, RISE, kv_len)[:, None, None]
             elif self.values == "huge":
@@ -103,6 +106,8 @@ class _Call:
                 elif (sequence + self.seed) % 3 == 2:
                     sizes = rng.choice((TINY_NORM, 1.0, LARGE_NORM), kv_len)
                 v *= (sizes / np.linalg.norm(v, axis=-1).T).T[:, :, None]
+            if self.values in MIRRORED:
+                k, v = k[::-1], v[::-1]
             if self.means:
                 k, v = k + self._mean(1), v + self._mean(2)
             dtype = DTYPES[self.dtype]
@@ -345,8 +350,8 @@ class PrefillProblem(_Call):
     dtype : {"float16", "bfloat16", "float32"}
     causal, window, softcap, sinks
         As in `cuattn.prefill`; with more than one query head, the last of the sinks is -inf.
-    values : {"normal", "late_max", "rising", "huge", "equal", "tiny_v"}
-        As in `Problem`, or scores that grow from key to key.
+    values : {"normal", "late_max", "early_max", "rising", "falling", "huge", "equal", "tiny_v"}
+        As in `Problem`, or the largest scores in the first keys, or scores that grow or shrink from key to key.
     seed : int
     k_format, v_format : {"raw16", "tbq4"}
     means : bool
@@ -442,7 +447,7 @@ def prefill_problems(
     windows: st.SearchStrategy[tuple[int | None, int | None] | None] = _WINDOWS,
     softcaps: Sequence[float | None] = (None, 5.0),
     sinks: Sequence[bool] = (False, True),
-    values: Sequence[str] = ("normal", "late_max", "rising", "huge", "equal"),
+    values: Sequence[str] = ("normal", "late_max", "early_max", "rising", "falling", "huge", "equal"),
     choices: Sequence[tuple[str, str, str, int, int | None]] = (("raw16", "raw16", "float16", 64, None),),
 ) -> PrefillProblem:
     """Draw a `PrefillProblem`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 
 from cuattn import _params
@@ -42,7 +42,8 @@ class TiledPrefillConfig:
     take_turns : bool
         Whether consumers begin their products one after the other.
     weigh_first : bool
-        Whether a consumer has all weights of a tile before it waits for the values of the one before.
+        Whether a consumer has all weights of a tile before it waits for the values of the one before. That takes a
+        maximum of each tile, as scores are not kept.
     """
 
     dtype: Dtype
@@ -103,20 +104,22 @@ class TiledPrefillTile:
     consumers: int
     tile_kv: int
     num_stages: int = 2
+    take_turns: bool = True
+    weigh_first: bool = False
 
 
-# By head_dim; docs/prefill.md has the sums. Not measured yet.
+# By head_dim; docs/prefill.md has the sums and the trials.
 _TILES = {
-    64: TiledPrefillTile(3, 128, 4),
-    128: TiledPrefillTile(2, 128, 3),
-    256: TiledPrefillTile(2, 80),
+    64: TiledPrefillTile(3, 96, 4),
+    128: TiledPrefillTile(3, 80, 3),
+    256: TiledPrefillTile(2, 80, weigh_first=True),
 }
 
 
 def tiled_prefill_config(dtype: Dtype, head_dim: int) -> TiledPrefillConfig:
     """Return the config of a head_dim that `prefill_sm90.cu` has."""
     t = _TILES[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, t.consumers, t.tile_kv, t.num_stages)
+    return TiledPrefillConfig(dtype, head_dim, **asdict(t))
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:

@@ -118,14 +118,15 @@ __device__ __forceinline__ void mbarrier_arrive(u64* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(smem_addr(bar)) : "memory");
   }
 }
-// PTX ISA: mbarrier.{test,try}_wait.parity.shared::cta.b64. The latter may suspend the thread for a while.
+// PTX ISA: mbarrier.{test,try}_wait.parity.shared::cta.b64. The latter suspends the thread, here for
+// up to 10 ms, longer than any wait: whoever wakes up to look takes cycles and power from others.
 template <int ARCH = __CUDA_ARCH__>
 __device__ __forceinline__ bool mbarrier_try_wait(u64* bar, u32 parity) {
   u32 done;
   if constexpr (ARCH >= 900) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
-                 : "r"(smem_addr(bar)), "r"(parity)
+                 : "r"(smem_addr(bar)), "r"(parity), "r"(10000000)
                  : "memory");
   } else {
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"

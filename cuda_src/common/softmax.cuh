@@ -161,13 +161,10 @@ struct RowState {
     }
   }
 
-  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew, calls
-  // rescale(r, c, by) for the accumulators of each row and returns true; that is rare after the first keys, and uniform
-  // in the warp.
-  template <int N, class Factors, class Rescale>
-  __device__ __forceinline__ bool follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
-    float top[M][2];
-    bool grew = false;
+  // The largest of a lane's scores.
+  template <int N, class Factors>
+  static __device__ __forceinline__ void largest(float (&top)[M][2], const float (&x)[M][N][4],
+                                                 const Factors& factors) {
 #pragma unroll
     for (int r = 0; r < M; ++r) {
 #pragma unroll
@@ -176,10 +173,31 @@ struct RowState {
 #pragma unroll
         for (int n = 1; n < N; ++n) top[r][c] = fmaxf(top[r][c], fmaxf(x[r][n][2 * c], x[r][n][2 * c + 1]));
         top[r][c] *= factors.get(r, c);
-        grew |= top[r][c] > m[r][c] + SLACK;
       }
     }
+  }
+
+  // Takes the scores of N * 8 more keys in. Where a maximum grew too far, takes all maxima anew, calls
+  // rescale(r, c, by) for the accumulators of each row and returns true; that is rare after the first keys, and uniform
+  // in the warp.
+  template <int N, class Factors, class Rescale>
+  __device__ __forceinline__ bool follow(const float (&x)[M][N][4], const Factors& factors, Rescale rescale) {
+    float top[M][2];
+    largest(top, x, factors);
+    bool grew = false;
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) grew |= top[r][c] > m[r][c] + SLACK;
+    }
     if (!__any_sync(FULL_MASK, grew)) return false;
+    raise(top, rescale);
+    return true;
+  }
+
+  // Takes all maxima anew, of those so far and of a lane's `top`.
+  template <class Rescale>
+  __device__ __forceinline__ void raise(const float (&top)[M][2], Rescale rescale) {
 #pragma unroll
     for (int r = 0; r < M; ++r) {
 #pragma unroll
@@ -193,7 +211,6 @@ struct RowState {
         rescale(r, c, by);
       }
     }
-    return true;
   }
 
   // From here on weights are 2^by times as large, as values are so much smaller: accumulators stay as they are. So m is
@@ -219,6 +236,58 @@ struct RowState {
     for (int e = 0; e < 4; ++e) {
       x[e] = weight(x[e], factors, r, e / 2);
       l[r][e / 2] += x[e];
+    }
+  }
+
+  // The same two steps at once, for scores that stay as they are: calls put(r, n, w) with the weights of four. No
+  // maximum is looked for unless a lane's sum of weights says that one grew, or it is `first`: a sum up to 2^SLACK has
+  // no larger weight, and with maxima taken anew a weight is at most 1, and a sum at most their number, less than
+  // 2^SLACK.
+  template <int N, class Factors, class Put, class Rescale>
+  __device__ __forceinline__ bool absorb(const float (&x)[M][N][4], const Factors& factors, bool first, Put put,
+                                         Rescale rescale) {
+    static_assert(2 * N < 1 << static_cast<int>(SLACK), "maxima that were taken anew would not do");
+    float sum[M][2];
+    bool grew = first;
+    if (!first) {
+      sum_weights(sum, x, factors, put);
+      bool fits = true;
+#pragma unroll
+      for (int r = 0; r < M; ++r) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) fits &= sum[r][c] <= static_cast<float>(1 << static_cast<int>(SLACK));  // not NaN
+      }
+      grew = !__all_sync(FULL_MASK, fits);
+    }
+    if (grew) {
+      float top[M][2];
+      largest(top, x, factors);
+      raise(top, rescale);
+      sum_weights(sum, x, factors, put);
+    }
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) l[r][c] += sum[r][c];
+    }
+    return grew;
+  }
+
+  template <int N, class Factors, class Put>
+  __device__ __forceinline__ void sum_weights(float (&sum)[M][2], const float (&x)[M][N][4], const Factors& factors,
+                                              Put put) const {
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float w[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          w[e] = weight(x[r][n][e], factors, r, e / 2);
+          sum[r][e / 2] = n == 0 && e % 2 == 0 ? w[e] : sum[r][e / 2] + w[e];
+        }
+        put(r, n, w);
+      }
     }
   }
 

@@ -20,6 +20,7 @@ DEVICE = _arrays.device(0)
 pytestmark = pytest.mark.skipif(DEVICE.arch != "sm_90a", reason="needs a Hopper GPU")
 CONFIGS = _plan.tiled_prefill_configs(DEVICE)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.describe())
+VALUES = ("normal", "late_max", "early_max", "rising", "falling", "huge", "equal")
 ROWS = strategies.lengths(64) | st.sampled_from((127, 128, 129, 191, 192, 193, 383, 384, 385, 700))
 KEYS = strategies.lengths(16) | strategies.lengths(80) | strategies.lengths(128)
 WINDOWS = st.sampled_from((None, None, None, (None, 0), (None, 5), (None, 200)))
@@ -74,7 +75,7 @@ def test_a_call_is_that_kernel(config: _plan.TiledPrefillConfig, *, causal: bool
 
 
 @every_config
-@pytest.mark.parametrize("choices", [{"take_turns": False}, {"weigh_first": False}, {"num_stages": 1}], ids=str)
+@pytest.mark.parametrize("choices", [{"take_turns": False}, {"num_stages": 1}], ids=str)
 def test_choices_do_not_change_a_bit(config: _plan.TiledPrefillConfig, choices: dict[str, Any]) -> None:
     problem = of(config)
     assert_same_bits(run(problem, **choices), run(problem), choices)
@@ -101,6 +102,16 @@ def test_any_strides_that_tma_has_give_the_same_bits(view: str) -> None:
         assert_prefill(BASE, *call_prefill(views, BASE.options()))
     else:
         assert_same_bits(launch(views, BASE.options()), run(BASE), view)
+
+
+@every_config
+@pytest.mark.parametrize("values", VALUES)
+def test_unusual_scores_obey_the_error_law_whichever_way_weights_are_taken(
+    config: _plan.TiledPrefillConfig, values: str
+) -> None:
+    for weigh_first in (False, True):
+        problem = of(config, values=values)
+        assert_prefill(problem, *run(problem, weigh_first=weigh_first))
 
 
 @every_config

@@ -18,7 +18,7 @@ import cuattn
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 50.0, 1e6])
-@pytest.mark.parametrize("values", ["normal", "late_max", "rising", "huge", "equal", "tiny_v"])
+@pytest.mark.parametrize("values", ["normal", "late_max", "early_max", "rising", "falling", "huge", "equal", "tiny_v"])
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_unusual_values_obey_the_error_law(dtype: str, values: str, softcap: float | None) -> None:
     for formats in (RAW, *FORMATS):

@@ -26,7 +26,7 @@ def config(consumers: int, tile_kv: int, num_stages: int, **choices: bool) -> di
 
 # By dtype and head_dim, of which each is one build.
 SMALL = {
-    ("float16", 64): config(2, 16, 2),
+    ("float16", 64): config(2, 16, 2, weigh_first=True),
     ("bfloat16", 64): config(3, 32, 3),
     ("float16", 128): config(1, 64, 2, weigh_first=False),
     ("bfloat16", 256): config(2, 32, 1, take_turns=False),
@@ -68,7 +68,7 @@ def test_the_tiles_of_every_kernel_obey_the_error_law(config: _plan.TiledPrefill
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("values", ["normal", "late_max", "rising", "huge", "equal"])
+@pytest.mark.parametrize("values", ["normal", "late_max", "early_max", "rising", "falling", "huge", "equal"])
 def test_unusual_scores_obey_the_error_law(values: str, *, causal: bool) -> None:
     for dtype, head_dim in SMALL:
         check(replace(BASE, values=values, causal=causal, dtype=dtype, head_dim=head_dim, seqlens=((70, 150),)), seed=1)
@@ -157,8 +157,10 @@ def test_the_kernel_is_clean_under_address_and_undefined_behavior_sanitizers() -
 # ---- planted faults ----------------------------------------------------------------------------------------------
 
 CAUSAL = replace(BASE, causal=True, values="late_max")
-RISING = replace(BASE, values="rising")
+# Scores that grow as the kernel goes, from the last key to the first.
+RISING = replace(BASE, values="falling")
 NORMAL = replace(CAUSAL, values="normal")
+RISING_OF_32 = replace(RISING, dtype="bfloat16")
 CAUSAL_OF_32 = replace(CAUSAL, dtype="bfloat16")
 WIDE = replace(CAUSAL, head_dim=128)
 # name: (problem, file, text, what takes its place)
@@ -197,8 +199,8 @@ FAULTS = {
     "Q is released a tile early": (
         CAUSAL,
         KERNEL,
-        "        keys.advance();\n        if (tile == 0)",
-        "        keys.advance();\n        if (tile == 1)",
+        "        if (tile == 0) release(&sm.q_empty[at.group], at);",
+        "        if (tile == 1) release(&sm.q_empty[at.group], at);",
     ),
     "V is released with K": (
         CAUSAL,
@@ -222,11 +224,30 @@ FAULTS = {
         "ptx::mbarrier_init(&sm.k_empty[i], 1);",
     ),
     "outputs are not scaled": (RISING, KERNEL, "if (grew) scale(o, by);", "if (grew) by[0] = 1.f;"),
+    "outputs are not scaled for weights without a maximum": (
+        RISING_OF_32,
+        KERNEL,
+        "if (absorb(weights, s, state, factors, false, by)) scale(o, by);",
+        "absorb(weights, s, state, factors, false, by);",
+    ),
     "outputs are scaled while values are added": (
         RISING,
         KERNEL,
-        "        const bool grew = weigh(s, state, factors, by);\n",
-        "        if (weigh(s, state, factors, by)) scale(o, by);\n        constexpr bool grew = false;\n",
+        "          const bool grew = weigh(s, state, factors, by);\n",
+        "          if (weigh(s, state, factors, by)) scale(o, by);\n          constexpr bool grew = false;\n",
+    ),
+    # Weights in bfloat16 have the range of floats.
+    "a maximum that grew is not noticed": (
+        replace(RISING, head_dim=128),
+        SOFTMAX,
+        "fits &= sum[r][c] <= static_cast<float>(",
+        "fits &= sum[r][c] <= 1e30f * static_cast<float>(",
+    ),
+    "the sum of weights above a maximum stays": (
+        RISING_OF_32,
+        SOFTMAX,
+        "w[e] : sum[r][e / 2] + w[e];",
+        "l[r][e / 2] + w[e] : sum[r][e / 2] + w[e];",
     ),
     "rows with other factors": (RISING, KERNEL, "o[i] *= by[i / 2 % 2]", "o[i] *= by[i % 2]"),
     "a key too many": (CAUSAL, KERNEL, "if (n * 8 + j >= hi)", "if (n * 8 + j > hi)"),

@@ -75,6 +75,32 @@ class _Call:
         size = 0 if stream == 2 and self.values == "tiny_v" else MEAN_SIZE
         return (size * rng.standard_normal((self.num_kv_heads, self.dims[stream - 1]))).astype(np.float32)
 
+    def _distorted(
+        self, sequence: int, rng: np.random.Generator, q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return normal rows as `values` wants them."""
+        kv_len, values = len(k), MIRRORED.get(self.values, self.values)
+        if values == "late_max":
+            late = min(kv_len, LATE_KEYS)
+            q = np.abs(q)
+            k[kv_len - late :] = np.abs(k[kv_len - late :]) * np.arange(1, late + 1)[:, None, None]
+        elif values == "rising":
+            q = np.abs(q)
+            k = np.abs(k) * np.linspace(0, RISE, kv_len)[:, None, None]
+        elif values == "huge":
+            # The default scale leaves scores of the size of one product.
+            q, k = 100 * q, 100 * k
+        elif values == "equal":
+            k[:] = k[:1]
+        elif values == "tiny_v":
+            sizes = np.full(kv_len, TINY_NORM)
+            if (sequence + self.seed) % 3 == 1:
+                sizes[kv_len - min(kv_len, LATE_KEYS) :] = LARGE_NORM
+            elif (sequence + self.seed) % 3 == 2:
+                sizes = rng.choice((TINY_NORM, 1.0, LARGE_NORM), kv_len)
+            v *= (sizes / np.linalg.norm(v, axis=-1).T).T[:, :, None]
+        return (q, k[::-1], v[::-1]) if self.values in MIRRORED else (q, k, v)
+
     def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield q ``[seqlen_q, num_qo_heads, head_dim]``, k and v ``[kv_len, num_kv_heads, ...]`` per sequence.
 
@@ -86,28 +112,7 @@ class _Call:
             q = rng.standard_normal((seqlen_q, self.num_qo_heads, head_dim))
             k = rng.standard_normal((kv_len, self.num_kv_heads, head_dim))
             v = rng.standard_normal((kv_len, self.num_kv_heads, value_dim))
-            values = MIRRORED.get(self.values, self.values)
-            if values == "late_max":
-                late = min(kv_len, LATE_KEYS)
-                q = np.abs(q)
-                k[kv_len - late :] = np.abs(k[kv_len - late :]) * np.arange(1, late + 1)[:, None, None]
-            elif values == "rising":
-                q = np.abs(q)
-                k = np.abs(k) * np.linspace(0, RISE, kv_len)[:, None, None]
-            elif self.values == "huge":
-                # The default scale leaves scores of the size of one product.
-                q, k = 100 * q, 100 * k
-            elif self.values == "equal":
-                k[:] = k[:1]
-            elif self.values == "tiny_v":
-                sizes = np.full(kv_len, TINY_NORM)
-                if (sequence + self.seed) % 3 == 1:
-                    sizes[kv_len - min(kv_len, LATE_KEYS) :] = LARGE_NORM
-                elif (sequence + self.seed) % 3 == 2:
-                    sizes = rng.choice((TINY_NORM, 1.0, LARGE_NORM), kv_len)
-                v *= (sizes / np.linalg.norm(v, axis=-1).T).T[:, :, None]
-            if self.values in MIRRORED:
-                k, v = k[::-1], v[::-1]
+            q, k, v = self._distorted(sequence, rng, q, k, v)
             if self.means:
                 k, v = k + self._mean(1), v + self._mean(2)
             dtype = DTYPES[self.dtype]

@@ -176,7 +176,7 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
         ((q, k, v), {"page_table": table, "kv_len": 7}, "k and v are in pages"),
         ((q, k[:, :0], v[:, :0]), {}, "there are no keys, or no queries"),
         ((q[:, :0], k, v), {}, "there are no keys, or no queries"),
-        ((q[:, :63], k, v), {}, "fewer query tokens than half of a tile of 128"),
+        ((q[:, :63], k, v), {}, "fewer query tokens than half of a tile of 192"),
         ((q[:, ::-1], k, v), {}, f"q has a stride of {-32 * 128 * 2} bytes"),
         ((q, k, np.broadcast_to(v[:1], v.shape)), {}, "v has a stride of 0 bytes"),
     ):
@@ -224,11 +224,11 @@ def items_of_ctas(plan: cuattn.TiledPrefillPlan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("tokens", [8192, 16384, 32768])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (16, 16, 128)])
 def test_ctas_have_as_much_to_do_under_a_causal_mask(heads: int, kv_heads: int, dim: int, tokens: int) -> None:
-    """And each tile is done once."""
+    """Within 3 %, as the last items of a CTA are whole tiles. And each tile is done once."""
     q, k = (np.empty((1, tokens, n, dim), np.float16) for n in (heads, kv_heads))
     plan = cuattn.plan_prefill(q, k, k, causal=True)
     assert isinstance(plan, cuattn.TiledPrefillPlan)
     ctas = items_of_ctas(plan)
     assert sorted(x for items in ctas for x in items) == [(h, t) for h in range(heads) for t in range(plan.num_tiles)]
     keys = [sum(min(tokens, (tile + 1) * plan.config.tile_q) for _, tile in items) for items in ctas]
-    assert max(keys) <= 1.02 * sum(keys) / len(keys)
+    assert max(keys) <= 1.03 * sum(keys) / len(keys)

@@ -2,7 +2,9 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/gpu/sanitize.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+compute-sanitizer --tool synccheck --error-exitcode 1 python tests/gpu/sanitize.py tiled
 
+With `tiled` it is the kernel of Hopper alone.
 (cuda-bindings asks the driver for functions that it does not have, which memcheck would count as errors. racecheck does
 not follow an order that goes through __syncwarp and one lane's arrival at an mbarrier: it reports hazards between
 copies and reads of K in prefill_mma.cu, and none in the same calls if every lane arrives.)
@@ -71,12 +73,40 @@ PREFILLS = (
     PrefillProblem(MIXED, group=3, head_dim=128, k_format="tbq4", kv_layout="paged", page_size=5, means=True),
     PrefillProblem(MIXED, group=3, head_dim=64, v_format="tbq4", dtype="bfloat16", causal=True, means=True),
 )
+# For prefill_sm90.cu on a GPU that has it: tiles with and without a mask, several items a CTA, rows without keys.
+TILED = tuple(
+    PrefillProblem(
+        ((seqlen_q, 260),) * 2,
+        2,
+        40,
+        q_layout="dense",
+        kv_layout="dense",
+        dtype=dtype,
+        head_dim=head_dim,
+        causal=causal,
+    )
+    for (dtype, head_dim), (seqlen_q, causal) in product(
+        (("float16", 64), ("bfloat16", 128), ("float16", 256)), ((200, False), (300, True))
+    )
+)
+
+
+def prefill(problems: tuple[PrefillProblem, ...]) -> None:
+    """Run and check problems of prefill."""
+    for problem in problems:
+        options = {name: to_device(x) for name, x in problem.options().items()}
+        got = cuattn.prefill(*map(to_device, problem.arrays()), **options, return_lse=True)
+        assert_prefill(problem, *(x.get() for x in got))
 
 
 def main() -> None:
     """Run every problem of decode with one split and with three, and all others, from exact allocations."""
     # Every array has an allocation of its own, so that a step past its end is seen.
     cupy.cuda.set_allocator(None)
+    prefill(TILED)
+    if "tiled" in sys.argv:
+        sys.stdout.write(f"{len(TILED)} problems of prefill in tiles\n")
+        return
     for problem in PROBLEMS:
         q, k_cache, v_cache, kv_len = map(to_device, problem.arrays())
         options = {name: to_device(x) for name, x in problem.options().items()}
@@ -85,10 +115,7 @@ def main() -> None:
             assert_decode(problem, out.get(), lse.get())
         if problem.seqlen_q == 1:
             cuattn.merge(cupy.stack([out, out]), cupy.stack([lse, lse]))
-    for problem in PREFILLS:
-        options = {name: to_device(x) for name, x in problem.options().items()}
-        got = cuattn.prefill(*map(to_device, problem.arrays()), **options, return_lse=True)
-        assert_prefill(problem, *(x.get() for x in got))
+    prefill(PREFILLS)
     for problem in EXACT_APPENDS:
         bases = {name: cupy.asarray(x) for name, x in problem.bases().items()}
         arguments, options = problem.arguments(bases)

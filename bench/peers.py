@@ -1,10 +1,11 @@
-"""Peers in the same run: FlashAttention-2 and cuDNN as PyTorch has them, and products of matrices by cuBLAS."""
+"""Peers in the same run: FlashAttention-2 and cuDNN as PyTorch has them, FlashAttention-3, and products by cuBLAS."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.metadata import packages_distributions, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
 # Names in records, and those of PyTorch's ``SDPBackend``.
 BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# What a reader of their times must know: called for inference, cuDNN writes no lse, and FlashAttention-2 always does.
-NOTES = {"fa2": (), "cudnn": ("without lse",)}
+# FlashAttention-3 is a package of its own; any wheel of it has this module.
+FA3 = "flash_attn_interface"
+IMPLS = ("fa3", *BACKENDS)
+# What a reader of their times must know: called for inference, cuDNN writes no lse, and FlashAttention always does.
+NOTES = {"fa3": (), "fa2": (), "cudnn": ("without lse",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class Torch:
     def __str__(self) -> str:
         cudnn = self._torch.backends.cudnn.version() or 0
         # 9.19.0 is 91900.
-        return f"PyTorch {self._torch.__version__}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        found = f"PyTorch {self._torch.__version__}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        return ", ".join((found, *(f"{name} {version(name)}" for name in packages_distributions().get(FA3, ()))))
 
     def _stream(self, pointer: int) -> Any:  # noqa: ANN401
         # To `ExternalStream` a null pointer is no stream, and gives a new one.
@@ -75,11 +80,13 @@ class Torch:
 
         Parameters
         ----------
-        impl : {"fa2", "cudnn"}
+        impl : {"fa3", "fa2", "cudnn"}
         q, k, v : cupy.ndarray, shape (batch, tokens, heads, dim)
             As many tokens in each.
         causal : bool
         """
+        if impl == "fa3":
+            return self._attention3(q, k, v, causal=causal)
         attention = import_module("torch.nn.attention")
         # In the order (batch, tokens, heads), which is what a projection produces, seen as (batch, heads, tokens).
         arguments = [self.tensor(x).transpose(1, 2) for x in (q, k, v)]
@@ -92,6 +99,16 @@ class Torch:
         def call() -> Any:  # noqa: ANN401
             with self._torch.inference_mode(), self._on_current_stream(), attention.sdpa_kernel(backend):
                 return attend()
+
+        return call
+
+    def _attention3(self, q: Array, k: Array, v: Array, *, causal: bool) -> Callable[[], Any]:
+        attend = partial(import_module(FA3).flash_attn_func, *map(self.tensor, (q, k, v)), causal=causal)
+
+        def call() -> Any:  # noqa: ANN401
+            with self._torch.inference_mode(), self._on_current_stream():
+                found = attend()
+                return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
         return call
 

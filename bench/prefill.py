@@ -156,7 +156,7 @@ class _Topic:
         missing: list[str] = []
         if self._torch is None:
             return found, ()
-        for impl in peers.BACKENDS:
+        for impl in peers.IMPLS:
             try:
                 found[impl] = self._peer(self._torch, impl, arrays, expected)
             except (*FAILURES, AttributeError, ImportError, TypeError) as error:

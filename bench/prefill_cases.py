@@ -11,9 +11,10 @@ from cuattn._problem import norm_bytes, row_bytes
 
 from .cases import FORMATS, SHORT_DTYPES
 
-# Query heads, KV heads, head_dim, value_dim. Prompts are of the shapes of decode, and of a small head_dim, where the
-# exponentials cost as much as the products.
-PROMPT_SHAPES = ((32, 8, 64, 64), (32, 8, 128, 128), (24, 4, 256, 256))
+# Query heads, KV heads, head_dim, value_dim. Prompts are of shapes that others measure: with a KV head for each query
+# head, and as models have them.
+PROMPT_SHAPES = ((32, 32, 64, 64), (16, 16, 128, 128), (32, 8, 128, 128), (16, 16, 256, 256))
+GROUPED = (32, 8, 128, 128)
 # Prompts of as many tokens in all, as others measure them: the same traffic for 1 to 8 times the work.
 PROMPT_TOKENS = 16384
 PROMPT_LENGTHS = (2048, 4096, 8192, 16384)
@@ -28,13 +29,13 @@ OTHER_SHAPES = (
     ((16, 4, 512, 512), 4096),
 )
 # float32, whose products take three of TF32: without others, which multiply as they like.
-FLOAT_SHAPES, FLOAT_LENGTHS = PROMPT_SHAPES[:2], (4096, 8192)
+FLOAT_SHAPES, FLOAT_LENGTHS = ((32, 8, 64, 64), GROUPED), (4096, 8192)
 # Where a window saves most of the work: cost is to go by the window, not by the prompt.
 LONG_PROMPT, WINDOW = 32768, (1024, None)
 # Chunks of a long prompt, or a further turn of a conversation: new tokens, and what the cache holds, these included.
 CHUNKS = (512, 2048, 4096)
 CACHES = (32768, 131072)
-CHUNK_SHAPES = PROMPT_SHAPES[1:]
+CHUNK_SHAPES = (GROUPED, (24, 4, 256, 256))
 PAGE_SIZE = 64
 
 
@@ -96,7 +97,10 @@ class PrefillCase:
     def name(self) -> str:
         """Name for filters."""
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}v{self.value_dim}"
-        parts = [f"d{dims}-b{self.batch}-q{self.seqlen_q}-kv{self.kv_len}", self.mask.replace(":", "").split(",")[0]]
+        parts = [
+            f"d{dims}-h{self.num_qo_heads}x{self.num_kv_heads}-b{self.batch}-q{self.seqlen_q}-kv{self.kv_len}",
+            self.mask.replace(":", "").split(",")[0],
+        ]
         if self.formats != "raw16":
             parts.append(self.formats)
         if self.page_size is not None:
@@ -192,7 +196,7 @@ def prefill_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list
     ]
     other_dtype = "float16" if dtype == "bfloat16" else "bfloat16"
     prompts += [
-        _prompt(PROMPT_SHAPES[1], OTHER_DTYPE_LENGTH, causal=causal, dtype=other_dtype, has_peers=True)
+        _prompt(GROUPED, OTHER_DTYPE_LENGTH, causal=causal, dtype=other_dtype, has_peers=True)
         for causal in (True, False)
     ]
     prompts += [
@@ -204,7 +208,7 @@ def prefill_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list
     others = [
         _prompt(shape, length, causal=causal, dtype=dtype) for shape, length in OTHER_SHAPES for causal in (True, False)
     ]
-    long = _prompt(PROMPT_SHAPES[1], LONG_PROMPT, causal=True, dtype=dtype, has_peers=True)
+    long = _prompt(GROUPED, LONG_PROMPT, causal=True, dtype=dtype, has_peers=True)
     chunks = [
         PrefillCase(1, chunk, cached, *shape, dtype=dtype, page_size=size, formats=formats)
         for shape in CHUNK_SHAPES

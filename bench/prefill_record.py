@@ -29,7 +29,7 @@ def row(
     ----------
     case : PrefillCase
     timing : Timing
-    impl : {"cuattn", "fa2", "cudnn"}
+    impl : {"cuattn", "fa3", "fa2", "cudnn"}
     roof_us, notes
         As in `Row`.
     """

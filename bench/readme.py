@@ -23,16 +23,19 @@ _HEADER = (
     "|---|---|---|---|---|---|---|---|---|",
 )
 _PROMPT_HEADER = (
-    "| query/KV heads | head_dim | dtype | mask | prompts | us | TFLOP/s | of cuBLAS | FlashAttention-2 | cuDNN |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| query/KV heads | head_dim | dtype | mask | prompts | us | TFLOP/s | of cuBLAS | FA3 | cuDNN | FA2 |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 _CHUNK_HEADER = (
     "| query/KV heads | head_dim | new | keys | 16 bits: us | TFLOP/s | dense | TBQ4: us | TFLOP/s | dense | speed |",
     "|---|---|---|---|---|---|---|---|---|---|---|",
 )
+# In the order of the columns.
+_PEERS = ("fa3", "cudnn", "fa2")
 _PROMPT_INTRO = (
-    "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers, which PyTorch "
-    "calls in the same run\n(cuDNN without lse). window:L,R: a token sees so many keys before and after its own."
+    "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers in the same run: "
+    "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them. window:L,R: a token sees so "
+    "many keys before and after its own."
 )
 _CHUNK_INTRO = (
     "Chunks of a prompt, or new turns of a conversation: one sequence whose new tokens attend to a cache of all, "
@@ -136,13 +139,13 @@ def _prompts(rows: list[Row]) -> Iterator[str]:
     """Yield whole prompts, each beside its peers."""
     yield from _PROMPT_HEADER
     names = ("dtype", "q_heads", "kv_heads", "head_dim", "batch", "seqlen_q", "kv_len", "mask")
-    peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in ("fa2", "cudnn")}
+    peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in _PEERS}
     for row in rows:
         if row["impl"] != "cuattn" or row["seqlen_q"] != row["kv_len"]:
             continue
         value_dim = re.search(r"value_dim (\d+)", row["note"])
         dims = f"{row['head_dim']}" + (f"/{value_dim[1]}" if value_dim else "")
-        others = (peers.get((impl, *(row[name] for name in names))) for impl in ("fa2", "cudnn"))
+        others = (peers.get((impl, *(row[name] for name in names))) for impl in _PEERS)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
             f"| {row['batch']} x {row['seqlen_q']:,} | {_us(row)} | {_tflops(row)} "

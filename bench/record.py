@@ -44,7 +44,7 @@ class Row:
     Attributes
     ----------
     op : {"decode", "prefill", "launch", "compile", "load", "quantize", "dequantize", "append"}
-    impl : {"cuattn", "read", "copy", "separate", "cublas", "fa2", "cudnn"}
+    impl : {"cuattn", "read", "copy", "separate", "cublas", "fa3", "fa2", "cudnn"}
     dtype, kv, head_dim, q_heads, kv_heads, batch, seqlen_q, kv_len, mask
         The problem.
     us, us_p5, us_p95 : float

@@ -153,7 +153,7 @@ def test_bytes_are_those_of_every_array_once():
 def test_no_case_is_measured_twice():
     for options in ({}, {"dtype": "float16"}, {"page_size": 16}):
         found = prefill_cases.prefill_cases(**options)
-        assert len(found) == len(set(found)) == len({case.name for case in found}) == 24 + 2 + 8 + 8 + 2 + 36
+        assert len(found) == len(set(found)) == len({case.name for case in found}) == 32 + 2 + 8 + 8 + 2 + 36
 
 
 def test_cases_cover_what_the_topic_promises():
@@ -164,9 +164,10 @@ def test_cases_cover_what_the_topic_promises():
     assert {case.dtype for case in found} == {"bfloat16", "float16", "float32"}
     names = {case.name for case in found}
     for name in (
-        "d64-b8-q2048-kv2048-causal", "d256-b1-q16384-kv16384-full", "d128-b2-q8192-kv8192-causal-fp16",
-        "d192v128-b2-q8192-kv8192-full", "d512-b4-q4096-kv4096-causal", "d128-b1-q32768-kv32768-window1024",
-        "d256-b1-q512-kv131072-causal-tbq4-page64", "d128-b1-q4096-kv32768-causal",
+        "d64-h32x32-b8-q2048-kv2048-causal", "d256-h16x16-b1-q16384-kv16384-full",
+        "d128-h32x8-b2-q8192-kv8192-causal-fp16", "d192v128-h16x16-b2-q8192-kv8192-full",
+        "d512-h16x4-b4-q4096-kv4096-causal", "d128-h32x8-b1-q32768-kv32768-window1024",
+        "d256-h24x4-b1-q512-kv131072-causal-tbq4-page64", "d128-h32x8-b1-q4096-kv32768-causal",
     ):  # fmt: skip
         assert name in names
     # Of every 16-bit chunk there is the same in TBQ4.
@@ -249,8 +250,9 @@ def test_the_topic_has_a_complete_row_of_everything(dry_run):
     rows = written["rows"]
     assert all(list(row) == ROW_KEYS for row in rows)
     assert [(row["impl"], row["dtype"]) for row in rows] == [
-        ("cublas", "bf16"), ("cuattn", "bf16"), ("fa2", "bf16"), ("cudnn", "bf16"),
-        ("cublas", "fp16"), ("cuattn", "fp16"), ("fa2", "fp16"), ("cudnn", "fp16"), *[("cuattn", "bf16")] * 6,
+        ("cublas", "bf16"), ("cuattn", "bf16"), ("fa3", "bf16"), ("fa2", "bf16"), ("cudnn", "bf16"),
+        ("cublas", "fp16"), ("cuattn", "fp16"), ("fa3", "fp16"), ("fa2", "fp16"), ("cudnn", "fp16"),
+        *[("cuattn", "bf16")] * 6,
     ]  # fmt: skip
     # 1024 FLOPs take 10 us.
     assert all(row["roof_us"] == pytest.approx(10 * row["flops"] / 1024) for row in rows)
@@ -259,7 +261,7 @@ def test_the_topic_has_a_complete_row_of_everything(dry_run):
     assert [row["kv"] for row in rows[-4:]] == ["bf16", "bf16", "tbq4", "tbq4"]
     assert "value_dim 128" in rows[-6]["note"]
     assert "page 16; tile " in rows[-4]["note"]
-    assert rows[3]["note"] == "without lse"
+    assert rows[4]["note"] == "without lse"
 
 
 def test_without_pytorch_there_are_no_peers_and_a_roof_by_cupy(dry_run):
@@ -290,7 +292,7 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out_with_a_note(dry_run):
     prefill.measure(dry)
 
     assert dry.failures == []
-    assert [row.impl for row in dry.rows] == ["cublas", "cuattn", "cuattn"]
+    assert [row.impl for row in dry.rows] == ["cublas", "cuattn", "fa3", "cuattn"]
     wrong, broken = dry.rows[1].notes[-2:]
     assert wrong.startswith("fa2 left out: WrongResultError: out of sequence 0")
     assert broken == "cudnn left out: RuntimeError: No available kernel. Aborting execution."
@@ -349,7 +351,7 @@ def test_readme_has_prompts_beside_peers_and_formats_side_by_side(tmp_path):
     tbq4 = [row(replace(CHUNK, page_size=size, formats="tbq4"), us) for size, us in ((64, 40.0), (None, 50.0))]
     rows = [
         prefill_record.product_row("bfloat16", DRAWN).as_dict(),
-        row(PROMPT, 20.0), row(PROMPT, 40.0, "fa2"), row(PROMPT, 10.0, "cudnn"),
+        row(PROMPT, 20.0), row(PROMPT, 40.0, "fa2"), row(PROMPT, 10.0, "cudnn"), row(PROMPT, 80.0, "fa3"),
         row(replace(PROMPT, head_dim=192, value_dim=128), 20.0),
         *wide, *tbq4, row(replace(CHUNK, seqlen_q=8), 12.0),
     ]  # fmt: skip
@@ -367,8 +369,8 @@ def test_readme_has_prompts_beside_peers_and_formats_side_by_side(tmp_path):
     lines = once.splitlines()
     for line in (
         "cuBLAS, product of 8192 x 8192 matrices, bf16: 109951 TFLOP/s.",
-        "| 4/2 | 64 | bf16 | causal | 2 x 40 | 20 | 50 | 50% | 25 | 100 |",
-        "| 4/2 | 192/128 | bf16 | causal | 2 x 40 | 20 | 50 | 50% |  |  |",
+        "| 4/2 | 64 | bf16 | causal | 2 x 40 | 20 | 50 | 50% | 12 | 100 | 25 |",
+        "| 4/2 | 192/128 | bf16 | causal | 2 x 40 | 20 | 50 | 50% |  |  |  |",
         "| 4/2 | 128 | 24 | 96 | 30 | 33 | 25 | 40 | 25 | 50 | 0.75 |",
         "| 4/2 | 128 | 8 | 96 | 12 | 83 |  |  |  |  |  |",
     ):
@@ -376,7 +378,7 @@ def test_readme_has_prompts_beside_peers_and_formats_side_by_side(tmp_path):
     source = "NVIDIA H200, PyTorch 2.11.0, cuDNN 9.19.0, 2026-01-02, commit 0123456, `bench/results/"
     assert f"{source}{path.name}`; written by `python -m bench readme`." in lines
     tables = [line for line in lines if line.startswith("|")]
-    assert {line.count("|") for line in tables} == {11, 12}
+    assert {line.count("|") for line in tables} == {12}
 
 
 def test_readme_shows_the_newest_record_of_each_topic(tmp_path):

@@ -345,16 +345,32 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     Outputs o;
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
+    const int last = count + w.key_tiles - 1;  // tile `t` is number last - t of all
+    const int key_tiles = w.tiles_of_keys(p, at.group * GROUP_ROWS + GROUP_ROWS - 1);
+    const int full_tiles = w.end_of_keys(p, at.group * GROUP_ROWS) / cfg::TILE_KV;
+    // Tiles that only rows of other warpgroups see. Each is waited for, as arrivals for two phases could meet in one.
+#pragma unroll 1
+    for (int tile = w.key_tiles - 1; tile >= key_tiles; --tile) {
+      const Ring unseen = ring_of(last - tile);
+      turns.begin();
+      turns.end();
+      ptx::mbarrier_wait(&sm.k_full[unseen.stage], unseen.phase);
+      release(&sm.k_empty[unseen.stage], at);
+      ptx::mbarrier_wait(&sm.v_full[unseen.stage], unseen.phase);
+      release(&sm.v_empty[unseen.stage], at);
+    }
     if (w.key_tiles > 0) {
+      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
+      q_phase ^= 1;
+      if (key_tiles == 0) release(&sm.q_empty[at.group], at);
+    }
+    if (key_tiles > 0) {
       Scores s;
       Weights weights;
       float by[2];
-      int tile = w.key_tiles - 1;
-      const int last = count + tile;
-      const Ring first = ring_of(count);
+      int tile = key_tiles - 1;
+      const Ring first = ring_of(last - tile);
 
-      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
-      q_phase ^= 1;
       turns.begin();
       ptx::mbarrier_wait(&sm.k_full[first.stage], first.phase);
       ptx::wgmma_fence();
@@ -365,7 +381,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(s);
       release(&sm.k_empty[first.stage], at);
       if (tile == 0) release(&sm.q_empty[at.group], at);
-      if (tile >= w.full_tiles) hide(s, p, w, tile, at);
+      if (tile >= full_tiles) hide(s, p, w, tile, at);
       absorb(weights, s, state, factors, true, by);
 
       const auto step = [&](auto masked) {
@@ -402,12 +418,11 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         }
       };
 #pragma unroll 1
-      while (tile > w.full_tiles) step(Flag<true>{});
+      while (tile > full_tiles) step(Flag<true>{});
 #pragma unroll 1
       while (tile > 0) step(Flag<false>{});
 
       const Ring values = ring_of(last);
-      count = last + 1;
       ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
       ptx::wgmma_fence();
       begin_outputs(o, weights, values_at(values.stage));
@@ -416,6 +431,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(o);
       release(&sm.v_empty[values.stage], at);
     }
+    count = last + 1;
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {
       attend_plainly(p, w, at);

@@ -10,11 +10,14 @@ struct Item {
   int batch, head, kv_head;
   int token0, num_tokens;  // `num_tokens` of them are there
   int key_tiles;           // that any row sees
-  int full_tiles;          // the first of them, of which all rows see all keys
 
   // The first key that row `row` does not see; the rows that pad a tile see what the last one sees.
   __device__ __forceinline__ int end_of_keys(const TiledPrefillParams& p, int row) const {
     return visible_keys(token0 + min(row, num_tokens - 1), p.num_tokens, p.kv_len, -1, p.window_right).hi;
+  }
+  // Tiles of keys that it sees something of.
+  __device__ __forceinline__ int tiles_of_keys(const TiledPrefillParams& p, int row) const {
+    return (end_of_keys(p, row) + cfg::TILE_KV - 1) / cfg::TILE_KV;
   }
   __device__ __forceinline__ const u8* query(const TiledPrefillParams& p, int row) const {
     return p.q + batch * p.q_stride_batch + (token0 + row) * p.q_stride_token + head * p.q_stride_head;
@@ -48,8 +51,7 @@ __device__ __forceinline__ Item item_at(const TiledPrefillParams& p, int index) 
   w.head = w.kv_head * p.group + in_turn % heads % p.group;
   w.token0 = (p.num_tiles - 1 - in_turn / heads) * cfg::TILE_Q;
   w.num_tokens = min(cfg::TILE_Q, p.num_tokens - w.token0);
-  w.key_tiles = (w.end_of_keys(p, cfg::TILE_Q) + cfg::TILE_KV - 1) / cfg::TILE_KV;
-  w.full_tiles = w.end_of_keys(p, 0) / cfg::TILE_KV;
+  w.key_tiles = w.tiles_of_keys(p, cfg::TILE_Q);
   return w;
 }
 

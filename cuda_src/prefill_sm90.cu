@@ -1,8 +1,9 @@
-// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): dense 16-bit queries, keys and values.
+// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, and keys and values, which may
+// be padded or in pages.
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
-//   block  CONSUMERS warpgroups that attend, and one of which a single thread asks TMA for tiles
+//   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles
 //   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
 // Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Mbarriers say of
@@ -41,8 +42,8 @@ struct Smem {
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
-// Named barriers; 0 is __syncthreads.
-enum { FIRST_TURN = 1 };
+// Named barriers; 0 is __syncthreads. Each has one for every consumer.
+enum { FIRST_TURN = 1, FIRST_CLEARED = FIRST_TURN + cfg::CONSUMERS };
 
 using Scores = float[KEY_TILES * 4];
 using Outputs = float[DIM_TILES * 4];
@@ -70,31 +71,31 @@ __device__ __forceinline__ Ring ring_of(int count) {
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(Elem (&tile)[CHUNKS][ROWS * CHUNK], const TensorMap& map, u64* full, int head,
-                                          int token, int batch) {
+                                          int token, int page) {
   ptx::mbarrier_arrive_expect_tx(full, sizeof(tile));
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, batch);
+  for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, page);
 }
 
-// Asks for tiles in the order in which consumers need them: K of a tile, then V of the one before.
+// Asks for tiles in the order in which consumers need them: K of a tile, then V of the one before. A single lane does;
+// where items come from takes a warp.
 __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   Ring keys, values;
   u32 q_phase = 0;
   for_items(p, [&](const Item& w) {
-    const auto load_keys = [&](int tile) {
+    if (threadIdx.x % WARP != 0 || w.key_tiles == 0) return;
+    const auto load_keys = [&](const Place& at) {
       ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
-      load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, tile * cfg::TILE_KV,
-                              w.batch);
+      load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
       keys.advance();
     };
-    const auto load_values = [&](int tile) {
+    const auto load_values = [&](const Place& at) {
       ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
-      load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, tile * cfg::TILE_KV,
-                              w.batch);
+      load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
       values.advance();
     };
-    if (w.key_tiles == 0) return;
-    load_keys(w.key_tiles - 1);
+    Place place = w.place(p, (w.key_tiles - 1) * cfg::TILE_KV);
+    load_keys(place);
 #pragma unroll 1
     for (int group = 0; group < cfg::CONSUMERS; ++group) {
       ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
@@ -103,10 +104,12 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     q_phase ^= 1;
 #pragma unroll 1
     for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
-      load_keys(tile);
-      load_values(tile + 1);
+      const Place next = w.place(p, tile * cfg::TILE_KV);
+      load_keys(next);
+      load_values(place);
+      place = next;
     }
-    load_values(0);
+    load_values(place);
   });
 }
 
@@ -162,6 +165,20 @@ __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights
   for (int step = 0; step < cfg::TILE_KV / STEP; ++step) {
     ptx::wgmma_rs<Elem, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
   }
+}
+
+// Zeros take the place of values from row `count` of a tile on, which are no keys of the sequence: weights of 0 would
+// make NaN of a NaN. All consumers store the same. (The swizzle stays within a row.)
+__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][cfg::TILE_KV * CHUNK], int count, const Lane& at) {
+  constexpr int VECTORS = ROW_BYTES / 16;  // of a row of a chunk
+#pragma unroll 1
+  for (int i = count * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < cfg::TILE_KV * VECTORS;
+       i += GROUP_THREADS) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(FIRST_CLEARED + at.group, GROUP_THREADS);  // the zeros are there
 }
 
 // Scores of keys that a row does not see.
@@ -264,7 +281,7 @@ __device__ __forceinline__ bool is_bad(const Outputs& o) {
 }
 
 __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, const Item& w, const Lane& at) {
-  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, p.kv_len);
+  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, w.kv_len);
   bool bad = false;
 #pragma unroll 1
   for (int key = first; key < last; ++key) {
@@ -383,6 +400,11 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       if (tile == 0) release(&sm.q_empty[at.group], at);
       if (tile >= full_tiles) hide(s, p, w, tile, at);
       absorb(weights, s, state, factors, true, by);
+      // TMA itself puts zeros behind the end of an array.
+      if (w.kv_len < p.capacity && w.kv_len < key_tiles * cfg::TILE_KV) {
+        ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
+        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
+      }
 
       const auto step = [&](auto masked) {
         const Ring values = ring_of(last - tile);
@@ -469,6 +491,6 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     consume(p, sm);
   } else {
     ptx::setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (threadIdx.x == cfg::CONSUMERS * GROUP_THREADS) produce(p, sm);
+    if (threadIdx.x / WARP == CONSUMER_WARPS) produce(p, sm);
   }
 }

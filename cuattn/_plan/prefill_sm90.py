@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 from cuattn import _params
 from cuattn._device import Device
@@ -16,7 +17,7 @@ ARCH = "sm_90a"
 # Of a warpgroup.
 _GROUP_WARPS, GROUP_ROWS = 4, 64
 # Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
-_REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+_REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 _TILE_ALIGN = 1024
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
@@ -44,6 +45,8 @@ class TiledPrefillConfig:
     weigh_first : bool
         Whether a consumer has all weights of a tile before it waits for the values of the one before. That takes a
         maximum of each tile, as scores are not kept.
+    paged : bool
+        Whether keys are in pages, which have whole tiles.
     """
 
     dtype: Dtype
@@ -53,13 +56,14 @@ class TiledPrefillConfig:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = True
+    paged: bool = False
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, head_dim {self.head_dim}"
+        return f"{self.dtype.value}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
 
     @property
     def tile_q(self) -> int:
@@ -90,6 +94,7 @@ class TiledPrefillConfig:
             "NUM_STAGES": self.num_stages,
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
+            "PAGED": self.paged,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
             "SMEM_BYTES": self.smem_bytes,
@@ -114,19 +119,32 @@ _TILES = {
     128: TiledPrefillTile(3, 80, 3),
     256: TiledPrefillTile(2, 80, weigh_first=True),
 }
+# Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
+PAGED_TILE_KV = 64
+_PAGED_TILES = {
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True),
+}
 
 
-def tiled_prefill_config(dtype: Dtype, head_dim: int) -> TiledPrefillConfig:
-    """Return the config of a head_dim that `prefill_sm90.cu` has."""
-    t = _TILES[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, **asdict(t))
+def tiled_prefill_config(dtype: Dtype, head_dim: int, *, paged: bool = False) -> TiledPrefillConfig:
+    """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
+    tile = (_PAGED_TILES if paged else _TILES)[head_dim]
+    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), paged=paged)
+
+
+def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
+    """Return the config of a call that `prefill_sm90.cu` has."""
+    return tiled_prefill_config(problem.dtype, problem.head_dim, paged=problem.page_size > 0)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     if device.arch != ARCH:
         return []
-    return [tiled_prefill_config(dtype, dim) for dtype in (Dtype.FP16, Dtype.BF16) for dim in _TILES]
+    choices = product((Dtype.FP16, Dtype.BF16), _TILES, (False, True))
+    return [tiled_prefill_config(dtype, dim, paged=paged) for dtype, dim, paged in choices]
 
 
 @dataclass(frozen=True)
@@ -223,12 +241,13 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
         (p.ragged, "q is ragged"),
-        (beyond_tiles != "", beyond_tiles),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
+        (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),
+        (beyond_tiles != "", beyond_tiles),
     )
     if reason := next((why for holds, why in reasons if holds), ""):
         return replace(plan, reason=reason)
-    tiled = TiledPrefillPlan(problem, device, tiled_prefill_config(p.dtype, p.head_dim))
+    tiled = TiledPrefillPlan(problem, device, tiled_config_of(p))
     rows = tiled.config.tile_q
     if 2 * p.num_tokens < rows:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")

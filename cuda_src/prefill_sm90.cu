@@ -363,9 +363,11 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
     const int last = count + w.key_tiles - 1;  // tile `t` is number last - t of all
-    const int key_tiles = w.tiles_of_keys(p, at.group * GROUP_ROWS + GROUP_ROWS - 1);
-    const int full_tiles = w.end_of_keys(p, at.group * GROUP_ROWS) / cfg::TILE_KV;
-    // Tiles that only rows of other warpgroups see. Each is waited for, as arrivals for two phases could meet in one.
+    const int group_row = at.group * GROUP_ROWS;
+    const int key_tiles = group_row < w.num_tokens ? w.tiles_of_keys(p, group_row + GROUP_ROWS - 1) : 0;
+    const int full_tiles = w.end_of_keys(p, group_row) / cfg::TILE_KV;
+    // Tiles that only rows of other warpgroups see, or all if it has no rows. Each is waited for, as arrivals for two
+    // phases could meet in one.
 #pragma unroll 1
     for (int tile = w.key_tiles - 1; tile >= key_tiles; --tile) {
       const Ring unseen = ring_of(last - tile);

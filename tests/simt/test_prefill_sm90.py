@@ -344,8 +344,8 @@ FAULTS = {
     "a tile with a mask taken for a whole one": (
         CAUSAL,
         KERNEL,
-        "full_tiles = w.end_of_keys(p, at.group * GROUP_ROWS) / cfg::TILE_KV;",
-        "full_tiles = w.end_of_keys(p, at.group * GROUP_ROWS) / cfg::TILE_KV + 1;",
+        "full_tiles = w.end_of_keys(p, group_row) / cfg::TILE_KV;",
+        "full_tiles = w.end_of_keys(p, group_row) / cfg::TILE_KV + 1;",
     ),
     "the last key tile is left out": (
         CAUSAL,
@@ -356,8 +356,8 @@ FAULTS = {
     "a warpgroup leaves out what its last rows see": (
         CAUSAL,
         KERNEL,
-        "w.tiles_of_keys(p, at.group * GROUP_ROWS + GROUP_ROWS - 1)",
-        "w.tiles_of_keys(p, at.group * GROUP_ROWS)",
+        "w.tiles_of_keys(p, group_row + GROUP_ROWS - 1)",
+        "w.tiles_of_keys(p, group_row)",
     ),
     "a tile that is not looked at is released before it is there": (
         CAUSAL,

@@ -381,12 +381,12 @@ def tiled_params_of(
         "softmax_scale_log2": call.softmax_scale * math.log2(math.e),
         "lse": _arrays.pointer(lse),
     }
-    for name, array, tokens in (
-        ("q", call.q, GROUP_ROWS), ("k", call.k.rows, config.tile_kv), ("v", call.v.rows, config.tile_kv),
-        ("out", out, 0),
-    ):  # fmt: skip
+    arrays = {"q": call.q, "k": call.k.rows, "v": call.v.rows, "k_norms": call.k.norms, "v_norms": call.v.norms}
+    for name, array in {**arrays, "out": out}.items():
         values[name] = _arrays.pointer(array)
-        values.update((f"{name}_stride_{axis}", s) for axis, s in zip(_AXES, array.strides[:-1], strict=True))
-        if tokens:
-            values[f"{name}_map"] = encode(_tiled.tiles_of(array, tokens))
+        strides = (0,) * len(_AXES) if array is None else array.strides
+        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(_AXES, strides, strict=False))
+    for name, tokens in (("q", GROUP_ROWS), ("k", config.tile_kv), ("v", config.tile_kv)):
+        is_raw = arrays.get(f"{name}_norms") is None  # codes do not come by TMA
+        values[f"{name}_map"] = encode(_tiled.tiles_of(arrays[name], tokens)) if is_raw else _tiled.NO_MAP
     return _params.fill(_params.TILED_PREFILL, values)

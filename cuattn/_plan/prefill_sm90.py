@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
-from cuattn import _params
+from cuattn import _params, _tbq4
 from cuattn._device import Device
 from cuattn._kinds import Dtype, KvFormat
-from cuattn._plan.base import WARP, align, ceil_div
+from cuattn._plan.base import REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._plan.prefill import PrefillPlan, prefill_plan
-from cuattn._problem import PrefillProblem
+from cuattn._problem import PrefillProblem, row_bytes
 
 ARCH = "sm_90a"
 # Of a warpgroup.
 _GROUP_WARPS, GROUP_ROWS = 4, 64
-# Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
-_REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+# Registers of a thread of each warpgroup together, and the most that one may have.
+_GROUP_REGISTERS, _MOST_REGISTERS = REGISTERS_PER_SM // (_GROUP_WARPS * WARP), 240
 _TILE_ALIGN = 1024
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
@@ -44,6 +45,10 @@ class TiledPrefillConfig:
     weigh_first : bool
         Whether a consumer has all weights of a tile before it waits for the values of the one before. That takes a
         maximum of each tile, as scores are not kept.
+    producer_registers : int
+        Of a thread of the warpgroup that produces tiles; consumers have the others, a multiple of 8.
+    k_format, v_format : KvFormat
+        Of keys and values.
     """
 
     dtype: Dtype
@@ -53,13 +58,21 @@ class TiledPrefillConfig:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = True
+    producer_registers: int = 32
+    k_format: KvFormat = KvFormat.RAW16
+    v_format: KvFormat = KvFormat.RAW16
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, head_dim {self.head_dim}"
+        return f"{self.dtype.value}, {self.k_format.value} keys, {self.v_format.value} values, head_dim {self.head_dim}"
+
+    @property
+    def uses_tbq4(self) -> bool:
+        """Whether K or V is in TBQ4."""
+        return KvFormat.TBQ4 in (self.k_format, self.v_format)
 
     @property
     def tile_q(self) -> int:
@@ -73,16 +86,18 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, and mbarriers."""
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, and a scale of each tile."""
         row = self.head_dim * self.dtype.itemsize
-        barriers = 8 * (2 * self.consumers + 4 * self.num_stages)
-        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers, _TILE_ALIGN)
+        barriers, scales = 8 * (2 * self.consumers + 4 * self.num_stages), 4 * 2 * self.num_stages
+        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers + scales, _TILE_ALIGN)
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        producer, consumer = _REGISTERS[self.consumers]
+        consumer = (_GROUP_REGISTERS - self.producer_registers) // self.consumers // 8 * 8
         return {
             "DTYPE": self.dtype,
+            "K_FORMAT": self.k_format,
+            "V_FORMAT": self.v_format,
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
             "TILE_Q": self.tile_q,
@@ -90,11 +105,11 @@ class TiledPrefillConfig:
             "NUM_STAGES": self.num_stages,
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
-            "PRODUCER_REGISTERS": producer,
-            "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": self.producer_registers,
+            "CONSUMER_REGISTERS": min(consumer, _MOST_REGISTERS),
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.TILED_PREFILL.itemsize,
-        }
+        } | (_tbq4.attention_constants(_tbq4.block_of(self.head_dim)) if self.uses_tbq4 else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,27 +121,37 @@ class TiledPrefillTile:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = False
+    producer_registers: int = 32
 
 
 # By head_dim; docs/prefill.md has the sums and the trials.
 _TILES = {
     64: TiledPrefillTile(3, 96, 4),
     128: TiledPrefillTile(3, 80, 3),
-    256: TiledPrefillTile(2, 80, weigh_first=True),
+    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=24),
+}
+# Where K or V is in TBQ4: a whole warpgroup expands codes.
+_TBQ4_TILES = {
+    64: TiledPrefillTile(3, 64, 4, producer_registers=56),
+    128: TiledPrefillTile(3, 64, 4, producer_registers=56),
+    256: TiledPrefillTile(2, 64, producer_registers=80),
 }
 
 
-def tiled_prefill_config(dtype: Dtype, head_dim: int) -> TiledPrefillConfig:
+def tiled_prefill_config(
+    dtype: Dtype, head_dim: int, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
+) -> TiledPrefillConfig:
     """Return the config of a head_dim that `prefill_sm90.cu` has."""
-    t = _TILES[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, **asdict(t))
+    t = (_TBQ4_TILES if KvFormat.TBQ4 in (k_format, v_format) else _TILES)[head_dim]
+    return TiledPrefillConfig(dtype, head_dim, **asdict(t), k_format=k_format, v_format=v_format)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     if device.arch != ARCH:
         return []
-    return [tiled_prefill_config(dtype, dim) for dtype in (Dtype.FP16, Dtype.BF16) for dim in _TILES]
+    dtypes, formats = (Dtype.FP16, Dtype.BF16), (KvFormat.RAW16, KvFormat.TBQ4)
+    return [tiled_prefill_config(*choice) for choice in product(dtypes, _TILES, formats, formats)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +191,7 @@ class TiledPrefillPlan:
         that have the longest of two rounds are behind.
         """
         p = self.problem
-        row = 2 * p.head_dim * p.dtype.itemsize
+        row = sum(row_bytes(f, p.dtype, p.head_dim) for f in (p.k_format, p.v_format))
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
         return max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
 
@@ -220,7 +245,7 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
     p, plan = problem, prefill_plan(problem, device)
     reasons = (
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
-        (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
+        (p.dtype is Dtype.FP32, "q is not in 16 bits"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
         (p.ragged, "q is ragged"),
         (beyond_tiles != "", beyond_tiles),
@@ -228,7 +253,8 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
     )
     if reason := next((why for holds, why in reasons if holds), ""):
         return replace(plan, reason=reason)
-    tiled = TiledPrefillPlan(problem, device, tiled_prefill_config(p.dtype, p.head_dim))
+    config = tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format)
+    tiled = TiledPrefillPlan(problem, device, config)
     rows = tiled.config.tile_q
     if 2 * p.num_tokens < rows:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")

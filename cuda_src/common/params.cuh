@@ -147,11 +147,13 @@ struct PrefillParams {
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
   TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
-  TensorMap k_map;  // [batch, kv_len, num_kv_heads, head_dim], of TILE_KV tokens
+  TensorMap k_map;  // [batch, kv_len, num_kv_heads, head_dim], of TILE_KV tokens; of formats in 16 bits
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads
   const u8* k;
   const u8* v;
+  const u8* k_norms;  // norms of the rows of k, [batch, kv_len, num_kv_heads]; null: a format without norms
+  const u8* v_norms;
   u8* out;     // as q
   float* lse;  // as q without head_dim, contiguous, natural log; null: not wanted
   i64 q_stride_batch;
@@ -163,6 +165,12 @@ struct TiledPrefillParams {
   i64 v_stride_batch;
   i64 v_stride_token;
   i64 v_stride_head;
+  i64 k_norms_stride_batch;
+  i64 k_norms_stride_token;
+  i64 k_norms_stride_head;
+  i64 v_norms_stride_batch;
+  i64 v_norms_stride_token;
+  i64 v_norms_stride_head;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;
@@ -177,7 +185,7 @@ struct TiledPrefillParams {
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[19];          // a tensor map aligns to 128 bytes
+  int reserved[3];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PREFILL_ITEMS_CUH
 #define CUATTN_COMMON_PREFILL_ITEMS_CUH
+#include "common/head_rows.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh"
 
@@ -24,6 +25,19 @@ struct Item {
   }
   __device__ __forceinline__ const u8* value(const TiledPrefillParams& p, int key) const {
     return p.v + batch * p.v_stride_batch + key * p.v_stride_token + kv_head * p.v_stride_head;
+  }
+  __device__ __forceinline__ const u8* key_norms(const TiledPrefillParams& p, int key) const {
+    return p.k_norms + batch * p.k_norms_stride_batch + key * p.k_norms_stride_token + kv_head * p.k_norms_stride_head;
+  }
+  __device__ __forceinline__ const u8* value_norms(const TiledPrefillParams& p, int key) const {
+    return p.v_norms + batch * p.v_norms_stride_batch + key * p.v_norms_stride_token + kv_head * p.v_norms_stride_head;
+  }
+  __device__ __forceinline__ HeadRows keys(const TiledPrefillParams& p) const {
+    return {key(p, 0), key_norms(p, 0), static_cast<int>(p.k_stride_token), static_cast<int>(p.k_norms_stride_token)};
+  }
+  __device__ __forceinline__ HeadRows values(const TiledPrefillParams& p) const {
+    return {value(p, 0), value_norms(p, 0), static_cast<int>(p.v_stride_token),
+            static_cast<int>(p.v_norms_stride_token)};
   }
   __device__ __forceinline__ u8* out(const TiledPrefillParams& p, int row) const {
     return p.out + batch * p.out_stride_batch + (token0 + row) * p.out_stride_token + head * p.out_stride_head;

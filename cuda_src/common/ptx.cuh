@@ -177,6 +177,12 @@ __device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
   return v;
 }
 
+// PTX ISA: st.shared.v4.b32.
+__device__ __forceinline__ void st_shared_v4(u32 address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // threadIdx.x, read anew: the compiler cannot keep it, and what follows from it, in registers between uses.
 __device__ __forceinline__ int thread_index() {
   int i;

@@ -161,8 +161,9 @@ def tiled_prefill_arrays(
     call = _check.prefill(*arrays, **options)
     if call.beyond_tiles:
         raise ValueError(call.beyond_tiles)
-    config = replace(_plan.tiled_prefill_config(call.problem.dtype, call.problem.head_dim), **(changes or {}))
-    plan = _plan.TiledPrefillPlan(call.problem, replace(H200, num_sms=num_ctas), config)
+    p = call.problem
+    config = replace(_plan.tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format), **(changes or {}))
+    plan = _plan.TiledPrefillPlan(p, replace(H200, num_sms=num_ctas), config)
     out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out
     lse = np.full(call.out_shape[:-1], np.nan, np.float32)
     module = build(config, patches)
@@ -173,7 +174,7 @@ def tiled_prefill_arrays(
     params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=encode)
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
-        memory=[call.q, call.k.rows, call.v.rows],
+        memory=[call.q, *(x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None)],
     )  # fmt: skip
     return out, lse
 

@@ -2,7 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
-//   block  CONSUMERS warpgroups that attend, and one that produces tiles: a single thread of it asks TMA for those of 16
+//   block  CONSUMERS warpgroups that attend, and one that produces tiles: a single thread of it asks TMA for those of
+//   16
 //          bits, and all of it expand codes
 //   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
@@ -101,12 +102,13 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   typename K::Expander key_codes;
   typename V::Expander value_codes;
   for_items(p, [&](const Item& w) {
+    const HeadRows key_rows = w.keys(p), value_rows = w.values(p);
     const auto load_keys = [&](int tile) {
       if constexpr (K::EXPANDED) {
         ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
-        key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage], w.keys(p),
-                         (tile - 1) * cfg::TILE_KV, w.end_of_keys(p, cfg::TILE_Q));
+        key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage]);
         publish(&sm.k_full[keys.stage]);
+        key_codes.fetch(key_rows.from((tile - 1) * cfg::TILE_KV));
       } else if (asks) {
         ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
         load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, tile * cfg::TILE_KV,
@@ -117,9 +119,9 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     const auto load_values = [&](int tile) {
       if constexpr (V::EXPANDED) {
         ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
-        value_codes.expand(reinterpret_cast<u8*>(sm.v[values.stage]), sm.v_log2_scale[values.stage], w.values(p),
-                           (tile - 1) * cfg::TILE_KV, w.end_of_keys(p, cfg::TILE_Q));
+        value_codes.expand(reinterpret_cast<u8*>(sm.v[values.stage]), sm.v_log2_scale[values.stage]);
         publish(&sm.v_full[values.stage]);
+        value_codes.fetch(value_rows.from((tile - 1) * cfg::TILE_KV));
       } else if (asks) {
         ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
         load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, tile * cfg::TILE_KV,
@@ -129,8 +131,8 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     };
     if (w.key_tiles == 0) return;
     const int last_key0 = (w.key_tiles - 1) * cfg::TILE_KV;
-    if constexpr (K::EXPANDED) key_codes.fetch(w.keys(p), last_key0, w.end_of_keys(p, cfg::TILE_Q));
-    if constexpr (V::EXPANDED) value_codes.fetch(w.values(p), last_key0, w.end_of_keys(p, cfg::TILE_Q));
+    if constexpr (K::EXPANDED) key_codes.fetch(key_rows.from(last_key0));
+    if constexpr (V::EXPANDED) value_codes.fetch(value_rows.from(last_key0));
     load_keys(w.key_tiles - 1);
     if (!K::EXPANDED && asks) {
 #pragma unroll 1
@@ -404,6 +406,9 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         log2_scale = now;
       }
     };
+    if constexpr (K::EXPANDED) {
+      if (w.key_tiles > 0) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
+    }
     Outputs o;
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
@@ -415,9 +420,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       const int last = count + tile;
       const Ring first = ring_of(count);
 
-      if constexpr (K::EXPANDED) {
-        rotate_queries(p, w, sm, at, q_scale);
-      } else {
+      if constexpr (!K::EXPANDED) {
         ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
         q_phase ^= 1;
       }

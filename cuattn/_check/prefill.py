@@ -128,9 +128,8 @@ class PrefillCall:
             (self.softmax_scale <= 0, "softmax_scale is not positive"),
             (self.k.mean is not None or self.v.mean is not None, "k or v has a mean"),
         )
-        # Codes are read by ordinary loads.
-        raw = [(name, x.rows) for name, x in (("k", self.k), ("v", self.v)) if x.norms is None]
-        strides = (_tiled.why_not(name, x) for name, x in (("q", self.q), *raw))
+        arrays = {"q": self.q, "k": self.k.rows, "v": self.v.rows, "k.norms": self.k.norms, "v.norms": self.v.norms}
+        strides = (_tiled.why_not(name, x) for name, x in arrays.items() if x is not None)
         return next((why for holds, why in reasons if holds), "") or next(filter(None, strides), "")
 
 

@@ -2,14 +2,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_HEAD_ROWS_CUH
 #define CUATTN_COMMON_HEAD_ROWS_CUH
-#include "common/types.cuh"
+#include "common/ptx.cuh"
 
 struct HeadRows {
-  const u8 *rows, *norms;        // of token 0; norms null: a format without
-  int row_stride, norm_stride;   // bytes from a token to the next, which 32 bits hold
+  const u8 *rows, *norms;       // the first ones; norms null: a format without
+  u32 row_stride, norm_stride;  // bytes from a token to the next, which 32 bits hold
+  int count;                    // of rows that are there
 
-  __device__ __forceinline__ const u8* row(int token) const { return rows + static_cast<i64>(token) * row_stride; }
-  __device__ __forceinline__ const u8* norm(int token) const { return norms + static_cast<i64>(token) * norm_stride; }
+  __device__ __forceinline__ const u8* row(u32 i) const { return rows + static_cast<u64>(i) * row_stride; }
+  __device__ __forceinline__ const u8* norm(u32 i) const { return norms + static_cast<u64>(i) * norm_stride; }
+  // Those from row `first` on; none if it is negative. Rows are then found by one instruction: the compiler would sum
+  // up numbers of rows rather than addresses.
+  __device__ __forceinline__ HeadRows from(int first) const {
+    const u32 i = max(first, 0);
+    return {ptx::opaque(row(i)), ptx::opaque(norm(i)), row_stride, norm_stride, first < 0 ? 0 : count - first};
+  }
 };
 
 // Elements 4 lane .. 4 lane + 3 of every 128 of a row.

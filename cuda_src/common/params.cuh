@@ -185,7 +185,7 @@ struct TiledPrefillParams {
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[3];          // a tensor map aligns to 128 bytes
+  int reserved[3];           // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

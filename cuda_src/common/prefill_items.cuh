@@ -32,12 +32,14 @@ struct Item {
   __device__ __forceinline__ const u8* value_norms(const TiledPrefillParams& p, int key) const {
     return p.v_norms + batch * p.v_norms_stride_batch + key * p.v_norms_stride_token + kv_head * p.v_norms_stride_head;
   }
+  // Rows that any row of the tile sees.
   __device__ __forceinline__ HeadRows keys(const TiledPrefillParams& p) const {
-    return {key(p, 0), key_norms(p, 0), static_cast<int>(p.k_stride_token), static_cast<int>(p.k_norms_stride_token)};
+    return {key(p, 0), key_norms(p, 0), static_cast<u32>(p.k_stride_token), static_cast<u32>(p.k_norms_stride_token),
+            end_of_keys(p, cfg::TILE_Q)};
   }
   __device__ __forceinline__ HeadRows values(const TiledPrefillParams& p) const {
-    return {value(p, 0), value_norms(p, 0), static_cast<int>(p.v_stride_token),
-            static_cast<int>(p.v_norms_stride_token)};
+    return {value(p, 0), value_norms(p, 0), static_cast<u32>(p.v_stride_token),
+            static_cast<u32>(p.v_norms_stride_token), end_of_keys(p, cfg::TILE_Q)};
   }
   __device__ __forceinline__ u8* out(const TiledPrefillParams& p, int row) const {
     return p.out + batch * p.out_stride_batch + (token0 + row) * p.out_stride_token + head * p.out_stride_head;

@@ -25,19 +25,27 @@ constexpr u32 level_bytes(int first, int which) {
   return bytes;
 }
 
+// What levels are picked from: a byte permutation takes one constant only as an operand, and wants the other in a
+// register.
+struct LevelBytes {
+  u32 lower = level_bytes(0, 0), upper = level_bytes(0, 1);  // of codes 0 to 3
+
+  __device__ __forceinline__ void hold() { lower = ptx::held(lower), upper = ptx::held(upper); }
+};
+
 // The levels of eight codes, of which `word` has the first in its lowest bits.
-__device__ __forceinline__ uint4 levels_of(u32 word) {
-  constexpr u32 LOWER[2] = {level_bytes(0, 0), level_bytes(4, 0)}, UPPER[2] = {level_bytes(0, 1), level_bytes(4, 1)};
+__device__ __forceinline__ uint4 levels_of(u32 word, const LevelBytes& bytes = LevelBytes()) {
+  constexpr u32 LOWER = level_bytes(4, 0), UPPER = level_bytes(4, 1);
   const u32 high = word & 0x88888888u;                            // codes 8 to 15, ...
   const u32 index = (word & 0x77777777u) ^ (high - (high >> 3));  // ... whose other bits are turned round
-  const u32 even = high << 4;                                     // bit 7 of byte j is that of code 2j, here of 2j+1
+  const u32 even = word << 4;                                     // bit 7 of byte j is that of code 2j, here of 2j+1
   u32 pairs[4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const u32 select = half == 0 ? index : index >> 16;
-    const u32 lower = ptx::prmt(LOWER[0], LOWER[1], select);
-    const u32 flips = ptx::prmt(even, high, half == 0 ? 0x5140u : 0x7362u) & 0x80808080u;
-    const u32 upper = ptx::prmt(UPPER[0], UPPER[1], select) ^ flips;
+    const u32 lower = ptx::prmt(bytes.lower, LOWER, select);
+    const u32 flips = ptx::prmt(even, word, half == 0 ? 0x5140u : 0x7362u) & 0x80808080u;
+    const u32 upper = ptx::prmt(bytes.upper, UPPER, select) ^ flips;
     pairs[2 * half] = ptx::prmt(lower, upper, 0x5140u);
     pairs[2 * half + 1] = ptx::prmt(lower, upper, 0x7362u);
   }

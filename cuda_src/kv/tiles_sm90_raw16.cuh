@@ -10,13 +10,13 @@ struct SwizzledRaw16 {
   using Operand = Elem;
   static constexpr bool EXPANDED = false;
   struct Expander {
-    __device__ __forceinline__ void fetch(const HeadRows& /*from*/, int /*key0*/, int /*end*/) {}
-    __device__ __forceinline__ void expand(u8* /*tile*/, float& /*log2_scale*/, const HeadRows& /*from*/,
-                                           int /*next_key0*/, int /*end*/) {}
+    __device__ __forceinline__ void fetch(const HeadRows& /*from*/) {}
+    __device__ __forceinline__ void expand(u8* /*tile*/, float& /*log2_scale*/) {}
   };
 
   template <int ROWS, class Source>
-  static __device__ __forceinline__ void store_queries(u8* /*tile*/, int /*row0*/, int /*lane*/, float (&)[2], Source) {}
+  static __device__ __forceinline__ void store_queries(u8* /*tile*/, int /*row0*/, int /*lane*/, float (&)[2], Source) {
+  }
   template <int N>
   static __device__ __forceinline__ void restore(float (&)[N], int /*t*/) {}
 

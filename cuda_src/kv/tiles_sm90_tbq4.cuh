@@ -1,8 +1,8 @@
 // kv/tiles_sm90_tbq4.cuh -- swizzled tiles of TBQ4 rows: a warpgroup turns codes into float16 values for wgmma.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Values are those of kv/tbq4_levels.cuh, in the rotated domain. Codes and norms of a tile are in registers when it is
-// their turn, and those of the next tile take their places one by one, so that they have all of a tile's time to come.
+// Values are those of kv/tbq4_levels.cuh, in the rotated domain. Codes and norms of a tile are asked for as soon as
+// those of the one before are expanded and published, since a fence waits for loads, too.
 #ifndef CUATTN_KV_TILES_SM90_TBQ4_CUH
 #define CUATTN_KV_TILES_SM90_TBQ4_CUH
 #include "common/head_rows.cuh"
@@ -36,9 +36,11 @@ struct SwizzledTiles {
 
     int lane, row0, word0;  // of this lane at step 0
     int norm_row0;          // the first row of a warp's norms, whose others follow by exclusive or
+    LevelBytes bytes;
     u32 codes[STEPS][WORDS], norms[NORM_STEPS];
 
     __device__ __forceinline__ Expander() : codes{}, norms{} {
+      bytes.hold();
       constexpr int TOGETHER = Tile::PIECES / WORDS;  // lanes of a row among eight
       const int warp = static_cast<int>(threadIdx.x) / WARP % 4;
       lane = static_cast<int>(threadIdx.x) % WARP;
@@ -47,15 +49,38 @@ struct SwizzledTiles {
       norm_row0 = warp * WARP_ROWS / WARP * WARP;
     }
 
-    // Asks for the rows of a tile whose first is `key0`; those that are not 0 .. end - 1 become zeros.
-    __device__ __forceinline__ void fetch(const HeadRows& from, int key0, int end) {
+    // Asks for the rows of a tile, which has zeros for those that are not there.
+    __device__ __forceinline__ void fetch(const HeadRows& from) {
+      // Known here only: the compiler would keep products of rows and strides, of which there are many.
+      const int first = static_cast<int>(ptx::opaque(static_cast<u32>(row0)));
+      const int norm_first = static_cast<int>(ptx::opaque(static_cast<u32>(lane))) ^ norm_row0;
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) fetch_codes(step, from, key0, end);
-      fetch_norms(from, key0, end);
+      for (int step = 0; step < STEPS; ++step) {
+        const int row = step * ROWS_AT_ONCE + first;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) codes[step][i] = 0;
+        if (row >= from.count) continue;
+        const u8* source = from.row(row) + word0 * 4;
+        if constexpr (WORDS == 4) {
+          const uint4 x = ptx::ld_global_nc_v4(source);
+          codes[step][0] = x.x, codes[step][1] = x.y, codes[step][2] = x.z, codes[step][3] = x.w;
+        } else {
+          const uint2 x = ptx::ld_global_nc_v2(source);
+          codes[step][0] = x.x, codes[step][1] = x.y;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < NORM_STEPS; ++i) {
+        const int row = i * WARP ^ norm_first;
+        norms[i] = 0;
+        if ((cfg::TILE_KV % WARP != 0 && row >= cfg::TILE_KV) || row >= from.count) continue;
+        const u8* source = from.norm(row);
+        norms[i] = BLOCKS == 2 ? __ldg(reinterpret_cast<const u32*>(source)) : ptx::ld_global_u16(source);
+      }
     }
 
-    // Makes the tile that was asked for, at `tile` in shared memory, and asks for the next.
-    __device__ __forceinline__ void expand(u8* tile, float& log2_scale, const HeadRows& from, int next_key0, int end) {
+    // Makes the tile that was asked for, at `tile` in shared memory.
+    __device__ __forceinline__ void expand(u8* tile, float& log2_scale) {
       u32 top = 0;
 #pragma unroll
       for (int i = 0; i < NORM_STEPS; ++i) {
@@ -77,44 +102,13 @@ struct SwizzledTiles {
         if (BLOCKS == 2) norm = ptx::prmt(norm, norm, word0 < PIECES / 2 ? 0x1010u : 0x3232u);
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
-          uint4 values = levels_of(codes[step][i]);
+          uint4 values = levels_of(codes[step][i], bytes);
           values.x = ptx::mul_half2(values.x, norm);
           values.y = ptx::mul_half2(values.y, norm);
           values.z = ptx::mul_half2(values.z, norm);
           values.w = ptx::mul_half2(values.w, norm);
           ptx::st_shared_v4((first ^ static_cast<u32>(i) << 4) + row * Tile::ROW_BYTES, values);
         }
-        fetch_codes(step, from, next_key0, end);
-      }
-      fetch_norms(from, next_key0, end);
-    }
-
-   private:
-    static __device__ __forceinline__ bool is_there(int key, int end) {
-      return static_cast<u32>(key) < static_cast<u32>(end);
-    }
-    __device__ __forceinline__ void fetch_codes(int step, const HeadRows& from, int key0, int end) {
-      const int key = key0 + step * ROWS_AT_ONCE + row0;
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) codes[step][i] = 0;
-      if (!is_there(key, end)) return;
-      const u8* source = from.row(key) + word0 * 4;
-      if constexpr (WORDS == 4) {
-        const uint4 x = ptx::ld_global_nc_v4(source);
-        codes[step][0] = x.x, codes[step][1] = x.y, codes[step][2] = x.z, codes[step][3] = x.w;
-      } else {
-        const uint2 x = ptx::ld_global_nc_v2(source);
-        codes[step][0] = x.x, codes[step][1] = x.y;
-      }
-    }
-    __device__ __forceinline__ void fetch_norms(const HeadRows& from, int key0, int end) {
-#pragma unroll
-      for (int i = 0; i < NORM_STEPS; ++i) {
-        const int row = (i * WARP + lane) ^ norm_row0, key = key0 + row;
-        norms[i] = 0;
-        if (row >= cfg::TILE_KV || !is_there(key, end)) continue;
-        const u8* source = from.norm(key);
-        norms[i] = BLOCKS == 2 ? __ldg(reinterpret_cast<const u32*>(source)) : ptx::ld_global_u16(source);
       }
     }
   };

@@ -7,9 +7,9 @@
 // blocks, warps, lanes and copies in ascending order, 1 in descending order, and larger seeds permute them; there a
 // warp may also be left for the next, and copies may land, at any time. Shared memory starts as NaN (0xff bytes).
 //
-// Not seen: a missing fence (memory or mbarrier-init; a proxy fence but between st_shared_v4 and wgmma), bank conflicts,
-// registers, speed. Sums have another order than on tensor cores. There are no clusters, and blocks do not run beside
-// each other.
+// Not seen: a missing fence (memory or mbarrier-init; a proxy fence but between st_shared_v4 and wgmma), bank
+// conflicts, registers, speed. Sums have another order than on tensor cores. There are no clusters, and blocks do not
+// run beside each other.
 #ifndef CUATTN_SIMT_FIBERS_H
 #define CUATTN_SIMT_FIBERS_H
 #if !defined(__x86_64__)

@@ -333,6 +333,8 @@ inline void st_shared_v4(u32 address, const uint4& v, Place at = here()) {
 
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 inline u32 opaque(u32 x) { return x; }
+inline const u8* opaque(const u8* p) { return p; }
+inline u32 held(u32 x) { return x; }
 inline u8* opaque_shared(u8* p) { return p; }
 
 inline u32 nan_if_infinite(u32 halves) {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_KV_TBQ4_QUADS_CUH
 #define CUATTN_KV_TBQ4_QUADS_CUH
-#include "common/types.cuh"
+#include "common/ptx.cuh"
 
 namespace tbq4 {
 
@@ -21,7 +21,9 @@ struct QuadBlock {
   __device__ __forceinline__ void restore(int t) { turn(cfg::SIGNS2, cfg::SIGNS1, t); }
 
  private:
-  __device__ __forceinline__ void turn(const u32 (&first)[4], const u32 (&second)[4], int t) {
+  __device__ __forceinline__ void turn(const u32 (&first)[4], const u32 (&second)[4], int lane) {
+    // Known here only: the compiler would keep signs in registers between rows.
+    const int t = static_cast<int>(ptx::opaque(static_cast<u32>(lane)));
     flip(first, t);
 #pragma unroll
     for (int h = 1; h < VALUES; h *= 2) {

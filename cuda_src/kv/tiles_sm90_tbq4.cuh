@@ -183,7 +183,9 @@ struct SwizzledTiles {
     }
   }
 
-  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const u8* row, const u8* norms, int lane) {
+  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const u8* row, const u8* norms, int this_lane) {
+    // Known here only: the compiler would keep signs of a lane in registers for what is rare.
+    const int lane = static_cast<int>(ptx::opaque(static_cast<u32>(this_lane)));
     float x[BLOCKS][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {

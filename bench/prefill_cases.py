@@ -134,6 +134,7 @@ class PrefillCase:
             head_dim=self.head_dim,
             value_dim=self.value_dim,
             max_kv_len=self.pages * (self.page_size or self.kv_len),
+            page_size=self.page_size or 0,
         )
 
     @property

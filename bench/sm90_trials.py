@@ -18,7 +18,6 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-import cuattn
 from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
 
 _TOKENS, _BATCH_MS = 16384, 150.0
@@ -55,12 +54,21 @@ def _variant(
     call = _check.prefill(*arrays, causal=causal)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=None, encode=_tiled.tensor_map)
     if order == "heads that fit L2":
         params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
     grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid
     kernel = _jit.kernel(config, 0, device.arch)
     return lambda: kernel.launch(grid, plan.block, params), out
+
+
+def _by_prefill_mma(arrays: tuple[Any, ...], *, causal: bool) -> Any:  # noqa: ANN401  CuPy has no types
+    device, call = _arrays.device(0), _check.prefill(*arrays, causal=causal)
+    plan, out = _plan.prefill_plan(call.problem, device, 1), cupy.empty(call.out_shape, call.q.dtype)
+    lengths = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
+    params = _prefill.params_of(call, plan, out=out, lse=None, parts=None, states=None, **lengths)
+    _jit.kernel(plan.config, 0, device.arch).launch(plan.grid, plan.block, params)
+    return out
 
 
 def _last_rows(out: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401  CuPy has no types
@@ -86,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     for head_dim, causal in product(options.head_dim or _HEADS, (False, True)):
         arrays = _arrays_of(head_dim)
-        want = cuattn.prefill(*arrays, causal=causal, kv_len=[_TOKENS])
+        want = _by_prefill_mma(arrays, causal=causal)
         launches: dict[str, Callable[[], None]] = {}
         shipped = _plan.tiled_prefill_config(_plan.Dtype.BF16, head_dim)
         for n, tile in enumerate(_TILES[head_dim]):

@@ -14,7 +14,11 @@ from ._cache import Cache, Planes
 from ._plan.prefill_sm90 import GROUP_ROWS
 from ._quantize import Tbq4Array
 
-_AXES = ("batch", "token", "head")
+_TILED_AXES = {
+    **dict.fromkeys(("q", "out"), ("batch", "token", "head")),
+    **dict.fromkeys(("k", "v", "k_norms", "v_norms"), ("page", "token", "head")),
+    "page_table": ("batch", "page"),
+}
 
 
 def prefill(
@@ -194,7 +198,7 @@ def plan_prefill(
     -------
     PrefillPlan or TiledPrefillPlan
         Config, grid, order of work, splits, workspace and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs
-        have for dense calls in 16 bits without the options that it lacks.
+        have for calls in 16 bits without the options that it lacks.
 
     Raises
     ------
@@ -239,10 +243,6 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
             return out, lse
         device = _arrays.device(ordinal)
         plan = _plan.choose_prefill(call.problem, device, call.beyond_tiles)
-        if isinstance(plan, _plan.TiledPrefillPlan):
-            tiled = tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
-            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
-            return out, lse
 
         def contiguous(x: Array | None) -> Array | None:
             return None if x is None else cupy.ascontiguousarray(cupy.asarray(x))
@@ -252,6 +252,10 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         begins_q = contiguous(call.cu_seqlens_q)
         begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
+        if isinstance(plan, _plan.TiledPrefillPlan):
+            tiled = tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
+            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
+            return out, lse
         parts = states = None
         if plan.num_splits > 1:
             parts = cupy.empty(plan.out_partial_shape, cupy.float32)
@@ -348,6 +352,7 @@ def tiled_params_of(
     *,
     out: Array,
     lse: Array | None,
+    kv_len: Array | None,
     encode: Callable[[_tiled.TensorTiles], np.void],
 ) -> np.ndarray[Any, Any]:
     """Fill the parameters of `prefill_sm90.cu`; arrays as in `params_of`.
@@ -372,20 +377,25 @@ def tiled_params_of(
         "num_qo_heads": problem.num_qo_heads,
         "num_kv_heads": problem.num_kv_heads,
         "group": problem.group,
-        "kv_len": problem.max_kv_len,
+        "page_size": call.k.page_size,
+        "capacity": problem.max_kv_len,
         "window_right": 0 if call.causal else call.window[1],
         "num_tiles": plan.num_tiles,
         "num_streams": plan.num_streams,
         "streams_at_once": plan.streams_at_once,
         "num_items": plan.num_items,
         "softmax_scale_log2": call.softmax_scale * math.log2(math.e),
-        "lse": _arrays.pointer(lse),
+        "kv_len_stride": 0 if kv_len is None else kv_len.strides[0],
     }
-    arrays = {"q": call.q, "k": call.k.rows, "v": call.v.rows, "k_norms": call.k.norms, "v_norms": call.v.norms}
-    for name, array in {**arrays, "out": out}.items():
-        values[name] = _arrays.pointer(array)
-        strides = (0,) * len(_AXES) if array is None else array.strides
-        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(_AXES, strides, strict=False))
+    arrays = {
+        "q": call.q, "k": call.k.rows, "v": call.v.rows, "k_norms": call.k.norms, "v_norms": call.v.norms, "out": out,
+        "lse": lse, "kv_len": kv_len, "page_table": call.page_table,
+    }  # fmt: skip
+    values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
+    for name, axes in _TILED_AXES.items():
+        array = arrays[name]
+        strides = (0,) * len(axes) if array is None else array.strides
+        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
     for name, tokens in (("q", GROUP_ROWS), ("k", config.tile_kv), ("v", config.tile_kv)):
         is_raw = arrays.get(f"{name}_norms") is None  # codes do not come by TMA
         values[f"{name}_map"] = encode(_tiled.tiles_of(arrays[name], tokens)) if is_raw else _tiled.NO_MAP

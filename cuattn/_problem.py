@@ -82,6 +82,7 @@ class PrefillProblem:
     value_dim: int
     max_kv_len: int
     ragged: bool = False
+    page_size: int = 0  # tokens; 0: keys are not in pages
     visible_keys: int | None = None  # the most that a token sees, where a window bounds them on both sides
 
     @property

@@ -29,7 +29,7 @@ class TensorTiles:
     pointer : int
     dtype : str
     shape : tuple of int
-        (batch, tokens, heads, head_dim).
+        (batch or pages, tokens, heads, head_dim).
     strides : tuple of int
         Bytes, of all axes but the last.
     tokens : int
@@ -50,6 +50,8 @@ class TensorTiles:
 
 def why_not(name: str, array: Array) -> str:
     """Say why TMA cannot copy tiles of an array of rows at multiples of 16 bytes; empty if it can."""
+    if array.size == 0:
+        return f"{name} is empty"
     for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True):
         if size > 1 and not 0 < stride < _MAX_STRIDE:
             return f"{name} has a stride of {stride} bytes"
@@ -57,7 +59,7 @@ def why_not(name: str, array: Array) -> str:
 
 
 def tiles_of(array: Array, tokens: int) -> TensorTiles:
-    """Describe boxes of `tokens` tokens of an array (batch, tokens, heads, head_dim)."""
+    """Describe boxes of `tokens` tokens of an array (batch or pages, tokens, heads, head_dim)."""
     row = array.shape[-1] * array.itemsize
     # An axis of one element may have any stride, of which TMA accepts some only.
     strides = (s if n > 1 else row for n, s in zip(array.shape[:-1], array.strides[:-1], strict=True))

@@ -1,10 +1,9 @@
-// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): dense queries, keys and values.
+// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, and keys and values, which may
+// be padded or in pages.
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
-//   block  CONSUMERS warpgroups that attend, and one that produces tiles: a single thread of it asks TMA for those of
-//   16
-//          bits, and all of it expand codes
+//   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles, or all expand codes
 //   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
 // Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Mbarriers say of
@@ -49,8 +48,12 @@ struct Smem {
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
-// Named barriers; 0 is __syncthreads.
-enum { FIRST_TURN = 1, FIRST_QUERIES = FIRST_TURN + cfg::CONSUMERS };
+// Named barriers; 0 is __syncthreads. Each has one for every consumer.
+enum {
+  FIRST_TURN = 1,
+  FIRST_CLEARED = FIRST_TURN + cfg::CONSUMERS,
+  FIRST_QUERIES = FIRST_CLEARED + cfg::CONSUMERS,
+};
 
 using Scores = float[KEY_TILES * 4];
 using Outputs = float[DIM_TILES * 4];
@@ -79,10 +82,10 @@ __device__ __forceinline__ Ring ring_of(int count) {
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(Elem (&tile)[CHUNKS][ROWS * CHUNK], const TensorMap& map, u64* full, int head,
-                                          int token, int batch) {
+                                          int token, int page) {
   ptx::mbarrier_arrive_expect_tx(full, sizeof(tile));
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, batch);
+  for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, page);
 }
 
 // This warp has written a tile.
@@ -93,62 +96,68 @@ __device__ __forceinline__ void publish(u64* full) {
 }
 
 // Makes tiles in the order in which consumers need them: K of a tile, then V of the one before, or of the same where
-// weights depend on its scale. By one thread, or by a warpgroup if there are codes.
+// weights depend on its scale. A single lane asks TMA, and where items come from takes a warp; a warpgroup expands
+// codes.
 __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   constexpr int BEHIND = V::EXPANDED ? 0 : 1;
-  const bool asks = !EXPANDS || threadIdx.x % GROUP_THREADS == 0;
+  const bool asks = threadIdx.x % (EXPANDS ? GROUP_THREADS : WARP) == 0;
   Ring keys, values;
   u32 q_phase = 0;
   typename K::Expander key_codes;
   typename V::Expander value_codes;
   for_items(p, [&](const Item& w) {
-    const HeadRows key_rows = w.keys(p), value_rows = w.values(p);
-    const auto load_keys = [&](int tile) {
+    if ((!EXPANDS && !asks) || w.key_tiles == 0) return;
+    const int last = w.key_tiles - 1, end = w.end_of_keys(p, cfg::TILE_Q);
+    const auto fetch_keys = [&](const Place& at, int tile) {
+      key_codes.fetch(w.keys(p, at, end - tile * cfg::TILE_KV));
+    };
+    const auto fetch_values = [&](const Place& at, int tile) {
+      value_codes.fetch(w.values(p, at, end - tile * cfg::TILE_KV));
+    };
+    const auto load_keys = [&](const Place& at, const Place& next, int tile) {
+      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
       if constexpr (K::EXPANDED) {
-        ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
         key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage]);
         publish(&sm.k_full[keys.stage]);
-        key_codes.fetch(key_rows.from((tile - 1) * cfg::TILE_KV));
+        if (tile > 0) fetch_keys(next, tile - 1);
       } else if (asks) {
-        ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
-        load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, tile * cfg::TILE_KV,
-                                w.batch);
+        load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
       }
       keys.advance();
     };
-    const auto load_values = [&](int tile) {
+    const auto load_values = [&](const Place& at, const Place& next, int tile) {
+      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
       if constexpr (V::EXPANDED) {
-        ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
         value_codes.expand(reinterpret_cast<u8*>(sm.v[values.stage]), sm.v_log2_scale[values.stage]);
         publish(&sm.v_full[values.stage]);
-        value_codes.fetch(value_rows.from((tile - 1) * cfg::TILE_KV));
+        if (tile > 0) fetch_values(next, tile - 1);
       } else if (asks) {
-        ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
-        load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, tile * cfg::TILE_KV,
-                                w.batch);
+        load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
       }
       values.advance();
     };
-    if (w.key_tiles == 0) return;
-    const int last_key0 = (w.key_tiles - 1) * cfg::TILE_KV;
-    if constexpr (K::EXPANDED) key_codes.fetch(key_rows.from(last_key0));
-    if constexpr (V::EXPANDED) value_codes.fetch(value_rows.from(last_key0));
-    load_keys(w.key_tiles - 1);
-    if (!K::EXPANDED && asks) {
+    const auto load_queries = [&] {
 #pragma unroll 1
       for (int group = 0; group < cfg::CONSUMERS; ++group) {
         ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
         load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
       }
-    }
-    q_phase ^= 1;
-    if (BEHIND == 0) load_values(w.key_tiles - 1);
+      q_phase ^= 1;
+    };
+    Place before{}, at = w.place(p, last * cfg::TILE_KV);
+    if (K::EXPANDED) fetch_keys(at, last);
+    if (V::EXPANDED) fetch_values(at, last);
 #pragma unroll 1
-    for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
-      load_keys(tile);
-      load_values(tile + BEHIND);
+    for (int tile = last; tile >= 0; --tile) {
+      const Place next = tile > 0 ? w.place(p, (tile - 1) * cfg::TILE_KV) : at;
+      load_keys(at, next, tile);
+      if (!K::EXPANDED && asks && tile == last) load_queries();
+      if (BEHIND == 0) load_values(at, next, tile);
+      if (BEHIND == 1 && tile < last) load_values(before, at, tile + 1);
+      before = at;
+      at = next;
     }
-    if (BEHIND == 1) load_values(0);
+    if (BEHIND == 1) load_values(before, before, 0);
   });
 }
 
@@ -204,6 +213,20 @@ __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights
   for (int step = 0; step < cfg::TILE_KV / STEP; ++step) {
     ptx::wgmma_rs<V::Operand, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
   }
+}
+
+// Zeros take the place of values from row `count` of a tile on, which are no keys of the sequence: weights of 0 would
+// make NaN of a NaN. All consumers store the same. (The swizzle stays within a row.)
+__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][cfg::TILE_KV * CHUNK], int count, const Lane& at) {
+  constexpr int VECTORS = ROW_BYTES / 16;  // of a row of a chunk
+#pragma unroll 1
+  for (int i = count * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < cfg::TILE_KV * VECTORS;
+       i += GROUP_THREADS) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(FIRST_CLEARED + at.group, GROUP_THREADS);  // the zeros are there
 }
 
 // Scores of keys that a row does not see.
@@ -306,10 +329,10 @@ __device__ __forceinline__ bool is_bad(const Outputs& o) {
 }
 
 __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, const Item& w, const Lane& at) {
-  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, p.kv_len);
+  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, w.kv_len);
   bool bad = false;
 #pragma unroll 1
-  for (int key = first; key < last; ++key) bad |= V::is_bad(w.value(p, key), w.value_norms(p, key), at.lane);
+  for (int key = first; key < last; ++key) bad |= V::is_bad(w.values(p, w.place(p, key), 1), at.lane);
   return __any_sync(FULL_MASK, bad);
 }
 
@@ -318,13 +341,13 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
 #pragma unroll 1
   for (int row = at.row0; row < min(at.row0 + 16, w.num_tokens); ++row) {
     Row q, o{};
-    SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, w.query(p, row), nullptr, at.lane);
+    SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, {w.query(p, row), nullptr, 0, 0, 1}, at.lane);
     float m = neg_inf(), l = 0.f;
     const int end = w.end_of_keys(p, row);
 #pragma unroll 1
     for (int key = 0; key < end; ++key) {
       Row k, v;
-      K::load_row(k, w.key(p, key), w.key_norms(p, key), at.lane);
+      K::load_row(k, w.keys(p, w.place(p, key), 1), at.lane);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Row::VECTORS; ++i) {
@@ -336,7 +359,7 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
       const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
       m = m_new;
       l = l * by + weight;
-      V::load_row(v, w.value(p, key), w.value_norms(p, key), at.lane);
+      V::load_row(v, w.values(p, w.place(p, key), 1), at.lane);
 #pragma unroll
       for (int i = 0; i < Row::VECTORS; ++i) {
         o.x[i].x = o.x[i].x * by + weight * v.x[i].x, o.x[i].y = o.x[i].y * by + weight * v.x[i].y;
@@ -438,6 +461,11 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       if (tile >= w.full_tiles) hide(s, p, w, tile, at);
       scale_weights(first);
       absorb(weights, s, state, factors, true, by);
+      // TMA itself puts zeros behind the end of an array.
+      if (!V::EXPANDED && w.kv_len < p.capacity && w.kv_len < w.key_tiles * cfg::TILE_KV) {
+        ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
+        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
+      }
 
       const auto step = [&](auto masked) {
         const Ring values = ring_of(last - tile);
@@ -528,6 +556,6 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     consume(p, sm);
   } else {
     ptx::setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (EXPANDS || threadIdx.x == cfg::CONSUMERS * GROUP_THREADS) produce(p, sm);
+    if (EXPANDS || threadIdx.x / WARP == CONSUMER_WARPS) produce(p, sm);
   }
 }

@@ -112,6 +112,7 @@ class PrefillCall:
             value_dim=self.v.head_dim,
             max_kv_len=self.max_pages * self.k.page_size,
             ragged=self.ragged,
+            page_size=0 if self.page_table is None else self.k.page_size,
             visible_keys=None if min(left, right) < 0 else left + right + 1,
         )
 
@@ -120,8 +121,6 @@ class PrefillCall:
         """Say why `prefill_sm90.cu` does not have a call of these options and layouts; empty if it may."""
         reasons = (
             (self.cu_seqlens_k is not None, "k and v are ragged"),
-            (self.page_table is not None, "k and v are in pages"),
-            (self.kv_len is not None, "kv_len says how many keys are valid"),
             (self.window[0] >= 0, "the window has a left bound"),
             (bool(self.softcap), "there is a softcap"),
             (self.sinks is not None, "there are sinks"),

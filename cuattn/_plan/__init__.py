@@ -47,6 +47,7 @@ from cuattn._plan.prefill_sm90 import (
     TiledPrefillConfig,
     TiledPrefillPlan,
     choose_prefill,
+    tiled_config_of,
     tiled_prefill_config,
     tiled_prefill_configs,
 )
@@ -60,7 +61,7 @@ __all__ = [
     "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align", "append_configs", "arch_of", "ceil_div",
     "choose_prefill", "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles",
     "formats_of", "heads_tiles", "merge_config", "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs",
-    "tiled_prefill_config", "tiled_prefill_configs",
+    "tiled_config_of", "tiled_prefill_config", "tiled_prefill_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig | TiledPrefillConfig

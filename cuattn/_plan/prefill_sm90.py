@@ -49,6 +49,8 @@ class TiledPrefillConfig:
         Of a thread of the warpgroup that produces tiles; consumers have the others, a multiple of 8.
     k_format, v_format : KvFormat
         Of keys and values.
+    paged : bool
+        Whether keys are in pages, which have whole tiles.
     """
 
     dtype: Dtype
@@ -61,13 +63,15 @@ class TiledPrefillConfig:
     producer_registers: int = 32
     k_format: KvFormat = KvFormat.RAW16
     v_format: KvFormat = KvFormat.RAW16
+    paged: bool = False
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, {self.k_format.value} keys, {self.v_format.value} values, head_dim {self.head_dim}"
+        formats = f", {self.k_format.value} keys, {self.v_format.value} values" if self.uses_tbq4 else ""
+        return f"{self.dtype.value}{formats}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
 
     @property
     def uses_tbq4(self) -> bool:
@@ -105,6 +109,7 @@ class TiledPrefillConfig:
             "NUM_STAGES": self.num_stages,
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
+            "PAGED": self.paged,
             "PRODUCER_REGISTERS": self.producer_registers,
             "CONSUMER_REGISTERS": min(consumer, _MOST_REGISTERS),
             "SMEM_BYTES": self.smem_bytes,
@@ -128,30 +133,64 @@ class TiledPrefillTile:
 _TILES = {
     64: TiledPrefillTile(3, 96, 4),
     128: TiledPrefillTile(3, 80, 3),
-    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=24),
+    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=40),
 }
-# Where K or V is in TBQ4: a whole warpgroup expands codes.
+# Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
+PAGED_TILE_KV = 64
+_PAGED_TILES = {
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=40),
+}
+# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers.
 _TBQ4_TILES = {
-    64: TiledPrefillTile(3, 64, 4, producer_registers=56),
-    128: TiledPrefillTile(3, 64, 4, producer_registers=56),
-    256: TiledPrefillTile(2, 64, producer_registers=80),
+    64: TiledPrefillTile(3, 96, 4, producer_registers=56),
+    128: TiledPrefillTile(3, 80, 3, producer_registers=56),
+    256: TiledPrefillTile(2, 64, weigh_first=True, producer_registers=80),
 }
+_PAGED_TBQ4_TILES = {
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=80),
+}
+# Asking TMA takes some, too.
+_MIXED_TILES = _TBQ4_TILES | {128: _PAGED_TBQ4_TILES[128]}
+
+
+def _tile_of(head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool) -> TiledPrefillTile:
+    if KvFormat.TBQ4 not in (k_format, v_format):
+        return (_PAGED_TILES if paged else _TILES)[head_dim]
+    if paged:
+        return _PAGED_TBQ4_TILES[head_dim]
+    return (_TBQ4_TILES if k_format is v_format else _MIXED_TILES)[head_dim]
 
 
 def tiled_prefill_config(
-    dtype: Dtype, head_dim: int, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
+    dtype: Dtype,
+    head_dim: int,
+    k_format: KvFormat = KvFormat.RAW16,
+    v_format: KvFormat = KvFormat.RAW16,
+    *,
+    paged: bool = False,
 ) -> TiledPrefillConfig:
-    """Return the config of a head_dim that `prefill_sm90.cu` has."""
-    t = (_TBQ4_TILES if KvFormat.TBQ4 in (k_format, v_format) else _TILES)[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, **asdict(t), k_format=k_format, v_format=v_format)
+    """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
+    tile = _tile_of(head_dim, k_format, v_format, paged=paged)
+    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged)
+
+
+def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
+    """Return the config of a call that `prefill_sm90.cu` has."""
+    p = problem
+    return tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     if device.arch != ARCH:
         return []
-    dtypes, formats = (Dtype.FP16, Dtype.BF16), (KvFormat.RAW16, KvFormat.TBQ4)
-    return [tiled_prefill_config(*choice) for choice in product(dtypes, _TILES, formats, formats)]
+    formats = tuple(product((KvFormat.RAW16, KvFormat.TBQ4), repeat=2))
+    choices = product((Dtype.FP16, Dtype.BF16), _TILES, formats, (False, True))
+    return [tiled_prefill_config(dtype, dim, *of, paged=paged) for dtype, dim, of, paged in choices]
 
 
 @dataclass(frozen=True)
@@ -248,13 +287,13 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         (p.dtype is Dtype.FP32, "q is not in 16 bits"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
         (p.ragged, "q is ragged"),
-        (beyond_tiles != "", beyond_tiles),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
+        (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),
+        (beyond_tiles != "", beyond_tiles),
     )
     if reason := next((why for holds, why in reasons if holds), ""):
         return replace(plan, reason=reason)
-    config = tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format)
-    tiled = TiledPrefillPlan(problem, device, config)
+    tiled = TiledPrefillPlan(problem, device, tiled_config_of(p))
     rows = tiled.config.tile_q
     if 2 * p.num_tokens < rows:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")

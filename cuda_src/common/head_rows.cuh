@@ -9,14 +9,12 @@ struct HeadRows {
   u32 row_stride, norm_stride;  // bytes from a token to the next, which 32 bits hold
   int count;                    // of rows that are there
 
+  // By one instruction: the compiler would rather sum up numbers of rows than addresses.
+  __device__ __forceinline__ HeadRows opaque() const {
+    return {ptx::opaque(rows), ptx::opaque(norms), row_stride, norm_stride, count};
+  }
   __device__ __forceinline__ const u8* row(u32 i) const { return rows + static_cast<u64>(i) * row_stride; }
   __device__ __forceinline__ const u8* norm(u32 i) const { return norms + static_cast<u64>(i) * norm_stride; }
-  // Those from row `first` on; none if it is negative. Rows are then found by one instruction: the compiler would sum
-  // up numbers of rows rather than addresses.
-  __device__ __forceinline__ HeadRows from(int first) const {
-    const u32 i = max(first, 0);
-    return {ptx::opaque(row(i)), ptx::opaque(norm(i)), row_stride, norm_stride, first < 0 ? 0 : count - first};
-  }
 };
 
 // Elements 4 lane .. 4 lane + 3 of every 128 of a row.

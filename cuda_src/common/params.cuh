@@ -147,45 +147,51 @@ struct PrefillParams {
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
   TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
-  TensorMap k_map;  // [batch, kv_len, num_kv_heads, head_dim], of TILE_KV tokens; of formats in 16 bits
+  TensorMap k_map;  // [num_pages, page_size, num_kv_heads, head_dim], of TILE_KV tokens of a page; if in 16 bits
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads
   const u8* k;
   const u8* v;
-  const u8* k_norms;  // norms of the rows of k, [batch, kv_len, num_kv_heads]; null: a format without norms
-  const u8* v_norms;
-  u8* out;     // as q
-  float* lse;  // as q without head_dim, contiguous, natural log; null: not wanted
+  const u8* k_norms;      // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
+  const u8* v_norms;      // as k_norms
+  u8* out;                // as q
+  float* lse;             // as q without head_dim, contiguous, natural log; null: not wanted
+  const int* kv_len;      // [batch], tokens; null: capacity
+  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
-  i64 k_stride_batch;
+  i64 k_stride_page;
   i64 k_stride_token;
   i64 k_stride_head;
-  i64 v_stride_batch;
+  i64 v_stride_page;
   i64 v_stride_token;
   i64 v_stride_head;
-  i64 k_norms_stride_batch;
+  i64 k_norms_stride_page;
   i64 k_norms_stride_token;
   i64 k_norms_stride_head;
-  i64 v_norms_stride_batch;
+  i64 v_norms_stride_page;
   i64 v_norms_stride_token;
   i64 v_norms_stride_head;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;
+  i64 kv_len_stride;
+  i64 page_table_stride_batch;
+  i64 page_table_stride_page;
   int num_tokens;  // of q, of a sequence
   int num_qo_heads;
   int num_kv_heads;
   int group;                 // query heads per KV head
-  int kv_len;                // tokens of k and v, of a sequence
+  int page_size;             // tokens
+  int capacity;              // tokens of k and v, of a sequence
   int window_right;          // as in DecodeParams
   int num_tiles;             // of a sequence's query tokens
   int num_streams;           // KV heads of sequences
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[3];           // a tensor map aligns to 128 bytes
+  int reserved[24];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -7,7 +7,8 @@
 //                  a power of the tile, in the rotated domain, so that Q and O must be there too
 //   Expander       a tile on its way, in the registers of a warpgroup; if EXPANDED
 //   store_queries, restore    rows of Q and of O of a warp; if EXPANDED
-//   load_row, is_bad          a row in the lanes of a warp, as it is outside of that domain; whether it is not finite
+//   load_row, is_bad          a row in the lanes of a warp, outside of that domain; whether it is not finite: for what
+//                             is rare
 #ifndef CUATTN_KV_TILES_SM90_CUH
 #define CUATTN_KV_TILES_SM90_CUH
 #include "kv/tiles_sm90_raw16.cuh"

@@ -20,19 +20,19 @@ struct SwizzledRaw16 {
   template <int N>
   static __device__ __forceinline__ void restore(float (&)[N], int /*t*/) {}
 
-  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const u8* row, const u8* /*norms*/, int lane) {
+  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const HeadRows& from, int lane) {
 #pragma unroll
     for (int i = 0; i < LaneRow<DIM>::VECTORS; ++i) {
       const int dim = LaneRow<DIM>::dim(i, lane);
-      to.x[i] = dim < DIM ? load4(reinterpret_cast<const Elem*>(row) + dim) : make_float4(0.f, 0.f, 0.f, 0.f);
+      to.x[i] = dim < DIM ? load4(reinterpret_cast<const Elem*>(from.rows) + dim) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
   // Of this lane's part.
-  static __device__ __forceinline__ bool is_bad(const u8* row, const u8* /*norms*/, int lane) {
+  static __device__ __forceinline__ bool is_bad(const HeadRows& from, int lane) {
     bool bad = false;
 #pragma unroll 1
     for (int dim = lane; dim < DIM; dim += WARP) {
-      bad |= (reinterpret_cast<const u16*>(row)[dim] & ElemTraits<Elem>::EXPONENT) == ElemTraits<Elem>::EXPONENT;
+      bad |= (reinterpret_cast<const u16*>(from.rows)[dim] & ElemTraits<Elem>::EXPONENT) == ElemTraits<Elem>::EXPONENT;
     }
     return bad;
   }

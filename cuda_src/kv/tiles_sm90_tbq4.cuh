@@ -50,7 +50,8 @@ struct SwizzledTiles {
     }
 
     // Asks for the rows of a tile, which has zeros for those that are not there.
-    __device__ __forceinline__ void fetch(const HeadRows& from) {
+    __device__ __forceinline__ void fetch(const HeadRows& given) {
+      const HeadRows from = given.opaque();
       // Known here only: the compiler would keep products of rows and strides, of which there are many.
       const int first = static_cast<int>(ptx::opaque(static_cast<u32>(row0)));
       const int norm_first = static_cast<int>(ptx::opaque(static_cast<u32>(lane))) ^ norm_row0;
@@ -183,15 +184,15 @@ struct SwizzledTiles {
     }
   }
 
-  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const u8* row, const u8* norms, int this_lane) {
+  static __device__ __forceinline__ void load_row(LaneRow<DIM>& to, const HeadRows& from, int this_lane) {
     // Known here only: the compiler would keep signs of a lane in registers for what is rare.
     const int lane = static_cast<int>(ptx::opaque(static_cast<u32>(this_lane)));
     float x[BLOCKS][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       const int dim = LaneRow<DIM>::dim(b, lane);
-      const u32 word = dim < DIM ? *reinterpret_cast<const u16*>(row + dim / 2) : 0u;
-      const float norm = ptx::to_float(Half{reinterpret_cast<const u16*>(norms)[b]});
+      const u32 word = dim < DIM ? *reinterpret_cast<const u16*>(from.rows + dim / 2) : 0u;
+      const float norm = ptx::to_float(Half{reinterpret_cast<const u16*>(from.norms)[b]});
       const uint4 levels = levels_of(word);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -202,10 +203,10 @@ struct SwizzledTiles {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) to.x[b] = make_float4(x[b][0], x[b][1], x[b][2], x[b][3]);
   }
-  static __device__ __forceinline__ bool is_bad(const u8* /*row*/, const u8* norms, int /*lane*/) {
+  static __device__ __forceinline__ bool is_bad(const HeadRows& from, int /*lane*/) {
     u32 largest = 0;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) largest = max(largest, reinterpret_cast<const u16*>(norms)[b] & 0x7fffu);
+    for (int b = 0; b < BLOCKS; ++b) largest = max(largest, reinterpret_cast<const u16*>(from.norms)[b] & 0x7fffu);
     return largest >= ElemTraits<Half>::EXPONENT;
   }
 };

@@ -278,7 +278,10 @@ def test_a_plan_has_the_sizes_of_the_call_and_not_its_contents(q_layout: str, kv
     keys = {"dense": 9, "padded": 9 + 5, "ragged": 14, "paged": 4 * 5}[kv_layout]
     tokens, ragged = (3, False) if q_layout == "dense" else (11, True)
     kinds = map(_plan.KvFormat, formats)
-    assert plan.problem == _plan.PrefillProblem(_plan.Dtype.FP16, *kinds, 3, tokens, 6, 2, 64, 64, keys, ragged)
+    page_size = 4 if kv_layout == "paged" else 0
+    assert plan.problem == _plan.PrefillProblem(
+        _plan.Dtype.FP16, *kinds, 3, tokens, 6, 2, 64, 64, keys, ragged, page_size
+    )
     other = {name: np.full_like(x, 2**31 - 1) for name, x in options.items()}
     assert cuattn.plan_prefill(np.full_like(q, np.nan), k, v, **other) == plan
     other = {name: np.full_like(x, -1).tolist() if x.ndim == 1 else x for name, x in options.items()}

@@ -116,9 +116,9 @@ def test_the_parts_of_values_have_their_dim() -> None:
 
 def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
     q, k = np.empty((1, 512, 32, 128), np.float16), np.empty((1, 32768, 8, 128), np.float16)
-    plan = cuattn.plan_prefill(q, k, k, kv_len=32768)
-    assert plan.num_splits == 2
-    assert f"splits     2, {2 * 512 * 32 * 130 * 4} bytes of workspace" in str(plan)
+    plan = cuattn.plan_prefill(q[:, :, :16], k, k, kv_len=32768)
+    assert plan.num_splits == 4
+    assert f"splits     4, {4 * 512 * 16 * 130 * 4} bytes of workspace" in str(plan)
     ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
     assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
     assert "splits     1, 0 bytes of workspace" in str(ragged)
@@ -134,10 +134,22 @@ def arrays(tokens: int = 4096, keys: int = 4096, dim: int = 128, dtype: Any = np
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (None, 5)}, {"softmax_scale": 3.0}], ids=str)
-def test_a_hopper_gpu_has_a_kernel_of_its_own_for_dense_calls(dim: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (None, 5)},
+        {"softmax_scale": 3.0},
+        {"kv_len": 5},
+        {"kv_len": 5, "page_table": np.zeros((2, 3), np.int32)},
+    ],
+    ids=str,
+)
+def test_a_hopper_gpu_has_a_kernel_of_its_own_for_calls_in_16_bits(dim: int, options: dict[str, Any]) -> None:
     plan = cuattn.plan_prefill(*arrays(dim=dim), **options)
     assert isinstance(plan, cuattn.TiledPrefillPlan)
+    assert plan.config.paged == ("page_table" in options)
     rows = plan.config.tile_q
     assert plan.num_items == 2 * 32 * -(-4096 // rows)
     assert plan.grid == (132, 1, 1)
@@ -149,7 +161,6 @@ def test_a_hopper_gpu_has_a_kernel_of_its_own_for_dense_calls(dim: int, options:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_len": 5}, "kv_len says how many keys are valid"),
         ({"window": (5, None)}, "the window has a left bound"),
         ({"softcap": 2.0}, "there is a softcap"),
         ({"sinks": np.zeros(32, np.float32)}, "there are sinks"),
@@ -173,10 +184,15 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
         (arrays(dtype=np.float32), {}, "K and V are not both in 16 bits"),
         ((q[0], k[0], v[0]), {"cu_seqlens_q": [0, 4096]}, "q is ragged"),
         ((q[:1], k[0], v[0]), {"cu_seqlens_k": [0, 4096]}, "k and v are ragged"),
-        ((q, k, v), {"page_table": table, "kv_len": 7}, "k and v are in pages"),
+        (
+            (q, k[:, :96], v[:, :96]),
+            {"page_table": table, "kv_len": 7},
+            "pages of 96 tokens are no whole tiles of 64 keys",
+        ),
+        ((q, k[:0], v[:0]), {"page_table": table, "kv_len": 0}, "k is empty"),
         ((q, k[:, :0], v[:, :0]), {}, "there are no keys, or no queries"),
         ((q[:, :0], k, v), {}, "there are no keys, or no queries"),
-        ((q[:, :63], k, v), {}, "fewer query tokens than half of a tile of 128"),
+        ((q[:, :63], k, v), {}, "fewer query tokens than half of a tile of 192"),
         ((q[:, ::-1], k, v), {}, f"q has a stride of {-32 * 128 * 2} bytes"),
         ((q, k, np.broadcast_to(v[:1], v.shape)), {}, "v has a stride of 0 bytes"),
     ):

@@ -28,7 +28,8 @@ BASE = PrefillProblem(((300, 700),) * 2, 2, 3, q_layout="dense", kv_layout="dens
 
 
 def of(config: _plan.TiledPrefillConfig, **fields: Any) -> PrefillProblem:
-    return replace(BASE, dtype=config.dtype.value, head_dim=config.head_dim, **fields)
+    layout = {"kv_layout": "paged", "page_size": 128} if config.paged else {}
+    return replace(BASE, **{"dtype": config.dtype.value, "head_dim": config.head_dim, **layout, **fields})
 
 
 def launch(
@@ -37,11 +38,12 @@ def launch(
     """Run the kernel whatever the plan would choose, with changes of its config, on as many CTAs."""
     call = _check.prefill(*map(to_device, arrays), **on_device(options))
     assert call.beyond_tiles == ""
-    config = replace(_plan.tiled_prefill_config(call.problem.dtype, call.problem.head_dim), **changes)
+    config = replace(_plan.tiled_config_of(call.problem), **changes)
     device = DEVICE if num_ctas is None else replace(DEVICE, num_sms=num_ctas)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = nans(call.out_shape, call.q.dtype), nans(call.out_shape[:-1], np.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map)
+    kv_len = None if call.kv_len is None else to_device(call.kv_len)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
     _jit.kernel(config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
     return cupy.asnumpy(out), cupy.asnumpy(lse)
 
@@ -56,11 +58,13 @@ def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray
 def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data: st.DataObject) -> None:
     problem = data.draw(
         strategies.prefill_problems(
-            rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense",), windows=WINDOWS, softcaps=(None,),
-            sinks=(False,), choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
+            rows=ROWS, lengths=KEYS, q_layouts=("dense",),
+            kv_layouts=("paged",) if config.paged else ("dense", "padded"), page_sizes=(64, 128, 192),
+            windows=WINDOWS, softcaps=(None,), sinks=(False,),
+            choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
         )
     )  # fmt: skip
-    assume(min(problem.seqlens[0]) > 0)
+    assume(problem.seqlens[0][0] > 0 and (problem.kv_layout != "dense" or problem.seqlens[0][1] > 0))
     assert_prefill(problem, *run(problem, num_ctas=data.draw(st.sampled_from((None, 1, 3)))))
 
 
@@ -68,7 +72,9 @@ def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_is_that_kernel(config: _plan.TiledPrefillConfig, *, causal: bool) -> None:
     problem = of(config, causal=causal)
-    assert isinstance(cuattn.plan_prefill(*problem.arrays(), causal=causal, device="sm_90a"), cuattn.TiledPrefillPlan)
+    plan = cuattn.plan_prefill(*problem.arrays(), **problem.options(), device="sm_90a")
+    assert isinstance(plan, cuattn.TiledPrefillPlan)
+    assert plan.config == config
     got = prefill(problem)
     assert_prefill(problem, *got)
     assert_same_bits(got, run(problem))
@@ -121,12 +127,40 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(config: _plan.
     q, k, v = problem.arrays()
     for key in (0, 399, 400, 510, 699):  # tokens stand at 400 to 699
         spoiled = v.copy()
-        spoiled[0, key, 1, 5] = bad
+        if config.paged:
+            page = problem.options()["page_table"][0, key // problem.page_size]
+            spoiled[page, key % problem.page_size, 1, 5] = bad
+        else:
+            spoiled[0, key, 1, 5] = bad
         out, lse = launch((q, k, spoiled), problem.options())
         assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
         sees = np.zeros(out.shape, bool)
         sees[0, max(0, key - 400) :, 3:, 5] = True
         np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), sees)
+
+
+@every_config
+def test_keys_past_a_length_do_not_matter(config: _plan.TiledPrefillConfig) -> None:
+    """They are NaN; lengths are on and beside the edges of tiles of keys, of which a sequence may have none."""
+    layout = {"kv_layout": "paged" if config.paged else "padded"}
+    for causal in (False, True):
+        for lengths in ((500, 0, 1, 63, 64, 65), (17, 79, 80, 81, 95, 96, 97, 159, 161, 499)):
+            problem = of(config, seqlens=tuple((300, n) for n in lengths), causal=causal, **layout)
+            assert_prefill(problem, *run(problem))
+
+
+@pytest.mark.parametrize("kv_layout", ["padded", "paged"])
+def test_lengths_on_the_device_are_held_to_what_there_is(kv_layout: str) -> None:
+    problem = replace(BASE, kv_layout=kv_layout, page_size=64, seqlens=((300, 700), (300, 64)))
+    q, k, v = (cupy.nan_to_num(to_device(x).astype(cupy.float32)).astype(cupy.float16) for x in problem.arrays())
+    options = problem.options()
+    if kv_layout == "paged":
+        options["page_table"] = options["page_table"][:, :11].copy()
+        options["page_table"][1] = options["page_table"][0]
+    capacity = 11 * 64 if kv_layout == "paged" else k.shape[1]
+    expected = launch((q, k, v), {**options, "kv_len": np.array([capacity, 0], np.int32)})
+    got = launch((q, k, v), {**options, "kv_len": np.array([2**31 - 1, -(2**31)], np.int32)})
+    assert_same_bits(got, expected)
 
 
 def test_memory_outside_of_the_arrays_does_not_matter() -> None:
@@ -143,7 +177,12 @@ def test_long_sequences_agree_with_the_other_kernel(dtype: str) -> None:
     shapes = ((1, 16384, heads, 128) for heads in (8, 2, 2))
     q, k, v = (to_device(rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])) for shape in shapes)
     out, lse = cuattn.prefill(q, k, v, causal=True, return_lse=True)
-    other, other_lse = cuattn.prefill(q, k, v, causal=True, return_lse=True, kv_len=[16384])
+    call = _check.prefill(q, k, v, causal=True)
+    plan = _plan.prefill_plan(call.problem, DEVICE, 1)
+    other, other_lse = nans(call.out_shape, q.dtype), nans(call.out_shape[:-1], np.float32)
+    lengths = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
+    params = _prefill.params_of(call, plan, out=other, lse=other_lse, parts=None, states=None, **lengths)
+    _jit.kernel(plan.config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
     ulp = 2.0**-10 if dtype == "float16" else 2.0**-7
     x, y = (cupy.asnumpy(a).astype(np.float32) for a in (out, other))
     # Weights are rounded to `ulp` / 2 in both, each time against another maximum, and so are results.

@@ -147,11 +147,13 @@ def tiled_prefill_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     changes: Mapping[str, Any] | None = None,
     num_ctas: int = 2,
+    device_kv_len: np.ndarray | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run prefill_sm90.cu on NumPy arrays, whatever the plan would choose; results, if not in `out`, start as NaN.
 
-    `changes` are of fields of its config. `num_ctas` share the work.
+    `changes` are of fields of its config. `num_ctas` share the work. `device_kv_len` is what the kernel reads as
+    kv_len, without the checks that lengths on the host get.
 
     Returns
     -------
@@ -161,9 +163,8 @@ def tiled_prefill_arrays(
     call = _check.prefill(*arrays, **options)
     if call.beyond_tiles:
         raise ValueError(call.beyond_tiles)
-    p = call.problem
-    config = replace(_plan.tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format), **(changes or {}))
-    plan = _plan.TiledPrefillPlan(p, replace(H200, num_sms=num_ctas), config)
+    config = replace(_plan.tiled_config_of(call.problem), **(changes or {}))
+    plan = _plan.TiledPrefillPlan(call.problem, replace(H200, num_sms=num_ctas), config)
     out = np.full(call.out_shape, np.nan, call.q.dtype) if call.out is None else call.out
     lse = np.full(call.out_shape[:-1], np.nan, np.float32)
     module = build(config, patches)
@@ -171,7 +172,8 @@ def tiled_prefill_arrays(
     def encode(tiles: _tiled.TensorTiles) -> np.void:
         return np.frombuffer(module.tensor_map_of(tiles.pointer, tiles.shape, tiles.strides, tiles.box, 128), "V128")[0]
 
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=encode)
+    kv_len = call.kv_len if device_kv_len is None else device_kv_len
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=encode)
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
         memory=[call.q, *(x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None)],

@@ -42,20 +42,26 @@ def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choice
     return product.tiled_prefill_arrays(*(arrays or problem.arrays()), **options)
 
 
+def has_keys_and_queries(problem: PrefillProblem) -> bool:
+    """Other calls are for the other kernel."""
+    return problem.seqlens[0][0] > 0 and (problem.kv_layout != "dense" or problem.seqlens[0][1] > 0)
+
+
 def check(problem: PrefillProblem, **choices: Any) -> None:
     assert_prefill(problem, *run(problem, **choices))
 
 
 @given(
     problem=prefill_problems(
-        rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense",), windows=WINDOWS, softcaps=(None,),
-        sinks=(False,), groups=(1, 2, 3), choices=tuple(("raw16", "raw16", *of, None) for of in SMALL),
+        rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense", "padded", "paged"), page_sizes=(64, 192),
+        windows=WINDOWS, softcaps=(None,), sinks=(False,), groups=(1, 2, 3),
+        choices=tuple(("raw16", "raw16", *of, None) for of in SMALL),
     ),
     seed=st.integers(0, 5),
     num_ctas=st.sampled_from((1, 2, 3, 100)),
 )  # fmt: skip
 def test_any_problem_obeys_the_error_law_under_any_schedule(problem: PrefillProblem, seed: int, num_ctas: int) -> None:
-    assume(min(problem.seqlens[0]) > 0)
+    assume(has_keys_and_queries(problem))
     check(problem, seed=seed, num_ctas=num_ctas)
 
 
@@ -63,7 +69,7 @@ def test_any_problem_obeys_the_error_law_under_any_schedule(problem: PrefillProb
 @pytest.mark.parametrize("config", _plan.tiled_prefill_configs(product.H200), ids=lambda c: c.describe())
 def test_the_tiles_of_every_kernel_obey_the_error_law(config: _plan.TiledPrefillConfig, *, causal: bool) -> None:
     problem = replace(BASE, seqlens=((200, 333),), num_kv_heads=1, dtype=config.dtype.value, head_dim=config.head_dim,
-                      causal=causal)  # fmt: skip
+                      causal=causal, kv_layout="paged" if config.paged else "dense", page_size=128)  # fmt: skip
     check(problem, changes={}, seed=2)
 
 
@@ -72,6 +78,43 @@ def test_the_tiles_of_every_kernel_obey_the_error_law(config: _plan.TiledPrefill
 def test_unusual_scores_obey_the_error_law(values: str, *, causal: bool) -> None:
     for dtype, head_dim in SMALL:
         check(replace(BASE, values=values, causal=causal, dtype=dtype, head_dim=head_dim, seqlens=((70, 150),)), seed=1)
+
+
+@pytest.mark.parametrize("kv_layout", ["padded", "paged"])
+@pytest.mark.parametrize(("dtype", "head_dim"), list(SMALL))
+def test_keys_past_a_length_do_not_matter(dtype: str, head_dim: int, kv_layout: str) -> None:
+    """They are NaN; lengths are on and beside the edges of tiles of keys, of which a sequence may have none."""
+    for causal in (False, True):
+        for lengths in ((128, 0, 1, 15, 16), (17, 63, 64, 65, 200)):
+            check(replace(BASE, seqlens=tuple((130, n) for n in lengths), num_kv_heads=1, group=1, dtype=dtype,
+                          head_dim=head_dim, kv_layout=kv_layout, page_size=64, causal=causal))  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_layout", ["padded", "paged"])
+def test_lengths_on_the_device_are_held_to_what_there_is(kv_layout: str) -> None:
+    problem = replace(BASE, kv_layout=kv_layout, page_size=64, seqlens=((70, 150), (70, 64)), causal=True)
+    arrays = [np.nan_to_num(x) for x in problem.arrays()]
+    options = problem.options()
+    if kv_layout == "paged":
+        options["page_table"] = options["page_table"][:, :3].copy()
+        options["page_table"][1] = options["page_table"][0]
+    capacity = arrays[1].shape[1] * (3 if kv_layout == "paged" else 1)
+    options["kv_len"] = np.array([capacity, 0], np.int32)
+    got = run(problem, arrays, **options, device_kv_len=np.array([2**31 - 1, -(2**31)], np.int32))
+    assert_same_bits(got, run(problem, arrays, **options))
+
+
+def test_lengths_and_pages_may_be_any_views() -> None:
+    problem = replace(BASE, kv_layout="paged", page_size=64, seqlens=((70, 150), (70, 64)), causal=True)
+    options = problem.options()
+    expected = run(problem)
+    wide = np.full((3 * options["page_table"].shape[1], 4), -1, np.int32)
+    view = wide[::3, ::2].T
+    view[...] = options["page_table"]
+    lengths = np.full(4, -1, np.int32)[::2]
+    lengths[...] = options["kv_len"]
+    got = run(problem, page_table=view, device_kv_len=lengths)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("seqlens", [(100, 33), (200, 1), (130, 129), (300, 170)])
@@ -163,8 +206,55 @@ NORMAL = replace(CAUSAL, values="normal")
 RISING_OF_32 = replace(RISING, dtype="bfloat16")
 CAUSAL_OF_32 = replace(CAUSAL, dtype="bfloat16")
 WIDE = replace(CAUSAL, head_dim=128)
+PADDED = replace(CAUSAL, kv_layout="padded", seqlens=((150, 210), (150, 90)))
+PAGED = replace(PADDED, kv_layout="paged", page_size=64)
 # name: (problem, file, text, what takes its place)
 FAULTS = {
+    "rows of V beyond kv_len are left": (
+        PADDED,
+        KERNEL,
+        "        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);\n",
+        "",
+    ),
+    "the first row of V beyond kv_len is left": (
+        PADDED,
+        KERNEL,
+        "int i = count * VECTORS",
+        "int i = (count + 1) * VECTORS",
+    ),
+    "the last row of V is cleared": (PADDED, KERNEL, "int i = count * VECTORS", "int i = (count - 1) * VECTORS"),
+    "V is cleared before it is there": (
+        PADDED,
+        KERNEL,
+        "        ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);\n",
+        "",
+    ),
+    "the length of another sequence": (PADDED, ITEMS, "w.batch * p.kv_len_stride", "0 * p.kv_len_stride"),
+    "queries aligned to the end of the array": (
+        PADDED,
+        ITEMS,
+        "p.num_tokens, kv_len, -1",
+        "p.num_tokens, p.capacity, -1",
+    ),
+    "the page of another tile": (PAGED, KERNEL, "w.place(p, (tile - 1) * cfg::TILE_KV)", "w.place(p, 0)"),
+    "V from the page of other keys": (
+        PAGED,
+        KERNEL,
+        "load_values(before, at, tile + 1);",
+        "load_values(at, at, tile + 1);",
+    ),
+    "the pages of another sequence": (
+        PAGED,
+        ITEMS,
+        "batch * p.page_table_stride_batch",
+        "0 * p.page_table_stride_batch",
+    ),
+    "values that are not finite in another page": (
+        replace(PAGED, values="normal", seqlens=((150, 210), (150, 210))),
+        ITEMS,
+        "p.v + at.page * p.v_stride_page",
+        "p.v + 0 * p.v_stride_page",
+    ),
     "K is read before it is there": (
         CAUSAL,
         KERNEL,
@@ -174,20 +264,20 @@ FAULTS = {
     "V is read before it is there": (
         CAUSAL,
         KERNEL,
-        "        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n        ptx::wgmma_fence();\n",
-        "        ptx::wgmma_fence();\n",
+        "        if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n",
+        "",
     ),
     "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);\n", ""),
     "K takes the place of a tile that is read": (
         CAUSAL,
         KERNEL,
-        "      ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
+        "      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
         "",
     ),
     "V takes the place of a tile that is read": (
         CAUSAL,
         KERNEL,
-        "      ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
+        "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
         "",
     ),
     "Q takes the place of one that is read": (
@@ -199,8 +289,8 @@ FAULTS = {
     "Q is released a tile early": (
         CAUSAL,
         KERNEL,
-        "        if (tile == 0) release(&sm.q_empty[at.group], at);",
-        "        if (tile == 1) release(&sm.q_empty[at.group], at);",
+        "        if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);",
+        "        if (!K::EXPANDED && tile == 1) release(&sm.q_empty[at.group], at);",
     ),
     "V is released with K": (
         CAUSAL,
@@ -211,12 +301,12 @@ FAULTS = {
     "K is released before its products end": (
         CAUSAL,
         KERNEL,
-        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n        release(&sm.k_empty[keys.stage], at);\n",
+        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n        scale_scores(keys.stage);\n",
         "        release(&sm.k_empty[keys.stage], at);\n        ptx::wgmma_wait<1>();\n",
     ),
     "scores are read before they are there": (CAUSAL, KERNEL, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
     "a parity that does not change": (CAUSAL, KERNEL, "    phase ^= 1;\n", ""),
-    "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n", ""),
+    "the parity of Q does not change": (CAUSAL, KERNEL, "        q_phase ^= 1;\n", ""),
     "fewer arrivals than consumers": (
         CAUSAL,
         KERNEL,
@@ -318,7 +408,12 @@ def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
     q, k, v = problem.arrays()
     if "finite" in name:
         v = v.copy()
-        v[0, -1, 1, 7] = np.inf
+        last = problem.seqlens[0][1] - 1
+        if problem.kv_layout == "paged":
+            page = problem.options()["page_table"][0, last // problem.page_size]
+            v[page, last % problem.page_size, 1, 7] = np.inf
+        else:
+            v[0, last, 1, 7] = np.inf
     return q, k, v
 
 

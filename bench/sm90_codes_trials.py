@@ -26,12 +26,12 @@ _TOKENS, _KEYS, _PAGE, _BATCH_MS = 2048, 32768, 64, 60.0
 _HEADS = {64: (32, 8), 128: (32, 8), 256: (24, 4)}
 _RAW, _TBQ4 = KvFormat.RAW16, KvFormat.TBQ4
 _FORMATS = ((_RAW, _RAW), (_TBQ4, _TBQ4), (_RAW, _TBQ4), (_TBQ4, _RAW))
-# By head_dim, beside what ships: tile_kv, num_stages, producer_registers. None spills with NVRTC 13.0.
-_DENSE_ONLY = 80, 96
+# By head_dim, beside what ships: consumers, tile_kv, num_stages, producer_registers. None spills with NVRTC 13.0.
+_DENSE_ONLY = 80, 96, 128
 _TILES = {
-    64: ((64, 4, 56), (64, 6, 56), (96, 3, 56), (96, 4, 56), (96, 4, 80)),
-    128: ((64, 3, 56), (64, 4, 56), (64, 4, 80), (80, 2, 56), (80, 3, 56)),
-    256: ((32, 4, 80), (64, 2, 80)),
+    64: ((3, 64, 4, 56), (3, 64, 6, 56), (3, 96, 3, 56), (3, 96, 4, 56), (3, 96, 4, 80)),
+    128: ((3, 64, 3, 56), (3, 64, 4, 56), (3, 64, 4, 80), (3, 80, 2, 56), (3, 80, 3, 56), (2, 128, 2, 80)),
+    256: ((2, 32, 4, 64), (2, 64, 2, 64)),
 }
 
 
@@ -91,14 +91,16 @@ def _configs(head_dim: int, formats: tuple[KvFormat, KvFormat], *, paged: bool) 
     configs = {"shipped": shipped}
     if formats == (_RAW, _RAW):
         return configs
-    for tile_kv, stages, registers in _TILES[head_dim]:
+    for consumers, tile_kv, stages, registers in _TILES[head_dim]:
         if paged and tile_kv in _DENSE_ONLY:
             continue
         for first in (False, True):
-            config = replace(shipped, tile_kv=tile_kv, num_stages=stages, producer_registers=registers,
-                             weigh_first=first)  # fmt: skip
+            config = replace(
+                shipped, consumers=consumers, tile_kv=tile_kv, num_stages=stages, producer_registers=registers,
+                weigh_first=first,
+            )  # fmt: skip
             if config != shipped:
-                name = f"{tile_kv} keys, {stages} stages, {registers} registers{', weigh first' if first else ''}"
+                name = f"{64 * consumers} x {tile_kv} keys, {stages} stages, {registers} registers{', weigh first' if first else ''}"
                 configs[name] = config
     return configs
 

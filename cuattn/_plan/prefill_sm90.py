@@ -146,12 +146,12 @@ _PAGED_TILES = {
 _TBQ4_TILES = {
     64: TiledPrefillTile(3, 96, 4, producer_registers=56),
     128: TiledPrefillTile(3, 80, 3, producer_registers=56),
-    256: TiledPrefillTile(2, 64, weigh_first=True, producer_registers=80),
+    256: TiledPrefillTile(2, 64, weigh_first=True, producer_registers=64),
 }
 _PAGED_TBQ4_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=80),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=64),
 }
 # Asking TMA takes some, too.
 _MIXED_TILES = _TBQ4_TILES | {128: _PAGED_TBQ4_TILES[128]}

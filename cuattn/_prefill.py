@@ -16,7 +16,7 @@ from ._quantize import Tbq4Array
 
 _TILED_AXES = {
     **dict.fromkeys(("q", "out"), ("batch", "token", "head")),
-    **dict.fromkeys(("k", "v"), ("page", "token", "head")),
+    **dict.fromkeys(("k", "v", "k_norms", "v_norms"), ("page", "token", "head")),
     "page_table": ("batch", "page"),
 }
 
@@ -388,16 +388,15 @@ def tiled_params_of(
         "kv_len_stride": 0 if kv_len is None else kv_len.strides[0],
     }
     arrays = {
-        "q": call.q, "k": call.k.rows, "v": call.v.rows, "out": out, "lse": lse, "kv_len": kv_len,
-        "page_table": call.page_table,
+        "q": call.q, "k": call.k.rows, "v": call.v.rows, "k_norms": call.k.norms, "v_norms": call.v.norms, "out": out,
+        "lse": lse, "kv_len": kv_len, "page_table": call.page_table,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     for name, axes in _TILED_AXES.items():
         array = arrays[name]
         strides = (0,) * len(axes) if array is None else array.strides
         values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
-    for name, array, tokens in (
-        ("q", call.q, GROUP_ROWS), ("k", call.k.rows, config.tile_kv), ("v", call.v.rows, config.tile_kv),
-    ):  # fmt: skip
-        values[f"{name}_map"] = encode(_tiled.tiles_of(array, tokens))
+    for name, tokens in (("q", GROUP_ROWS), ("k", config.tile_kv), ("v", config.tile_kv)):
+        is_raw = arrays.get(f"{name}_norms") is None  # codes do not come by TMA
+        values[f"{name}_map"] = encode(_tiled.tiles_of(arrays[name], tokens)) if is_raw else _tiled.NO_MAP
     return _params.fill(_params.TILED_PREFILL, values)

@@ -16,6 +16,8 @@ CHUNK = 64
 _MAX_STRIDE = 2**40
 # Maps are functions of what they are made of, an address among it: those of arrays that are gone do no harm.
 _MAX_MAPS = 1024
+# In the place of a tensor map.
+NO_MAP = np.void(bytes(128))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
-//   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles
+//   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles, or all expand codes
 //   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
 // Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Mbarriers say of
 // each tile of K and of V that it is there, and that all consumers have read the one whose place it takes. Scores of a
 // tile are begun before the values of the tile before are added, so that exponentials of a warpgroup stand beside its
 // own products; and warpgroups take turns in beginning products, so that they stand beside those of the others.
+// Formats of K and V are policies, each by itself (kv/tiles_sm90.cuh).
 #include "common/elements.cuh"
 #include "common/prefill_items.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/softmax.cuh"
+#include "kv/tiles_sm90.cuh"
 
 namespace {
 
 using Elem = ElemOf<cfg::DTYPE>::type;
+using K = SwizzledTilesOf<cfg::K_FORMAT, Elem, cfg::HEAD_DIM>::type;
+using V = SwizzledTilesOf<cfg::V_FORMAT, Elem, cfg::HEAD_DIM>::type;
 
 constexpr int GROUP_THREADS = 128, GROUP_WARPS = 4;  // of a warpgroup
 constexpr int GROUP_ROWS = 64;                       // the M of wgmma
@@ -30,6 +34,7 @@ static_assert(cfg::TILE_Q == cfg::CONSUMERS * GROUP_ROWS, "a consumer has 64 row
 static_assert(cfg::HEAD_DIM % CHUNK == 0, "chunks of columns are whole");
 static_assert(cfg::TILE_KV % STEP == 0, "keys are the K of P V");
 static_assert(cfg::TILE_KV <= 256, "a box of TMA has 256 rows at most");
+static_assert(!V::EXPANDED || cfg::NUM_STAGES > 1, "the scale of values is asked for before the tile before is read");
 
 struct Smem {
   alignas(1024) Elem q[cfg::CONSUMERS][CHUNKS][GROUP_ROWS * CHUNK];
@@ -38,18 +43,24 @@ struct Smem {
   u64 q_full[cfg::CONSUMERS], q_empty[cfg::CONSUMERS];
   u64 k_full[cfg::NUM_STAGES], k_empty[cfg::NUM_STAGES];
   u64 v_full[cfg::NUM_STAGES], v_empty[cfg::NUM_STAGES];
+  float k_log2_scale[cfg::NUM_STAGES], v_log2_scale[cfg::NUM_STAGES];  // of tiles that are expanded
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
 // Named barriers; 0 is __syncthreads. Each has one for every consumer.
-enum { FIRST_TURN = 1, FIRST_CLEARED = FIRST_TURN + cfg::CONSUMERS };
+enum {
+  FIRST_TURN = 1,
+  FIRST_CLEARED = FIRST_TURN + cfg::CONSUMERS,
+  FIRST_QUERIES = FIRST_CLEARED + cfg::CONSUMERS,
+};
 
 using Scores = float[KEY_TILES * 4];
 using Outputs = float[DIM_TILES * 4];
 using Weights = u32[cfg::TILE_KV / STEP][4];  // the A of wgmma
 using State = softmax::RowState<1>;
-using Factors = softmax::RowFactors<1, false>;
+constexpr bool EXPANDS = K::EXPANDED || V::EXPANDED;
+using Factors = softmax::RowFactors<1, K::EXPANDED>;
 
 // The place in a ring of tiles, and the parity of its phase.
 struct Ring {
@@ -77,39 +88,76 @@ __device__ __forceinline__ void load_tile(Elem (&tile)[CHUNKS][ROWS * CHUNK], co
   for (int c = 0; c < CHUNKS; ++c) ptx::tma_load_4d(tile[c], &map, full, c * CHUNK, head, token, page);
 }
 
-// Asks for tiles in the order in which consumers need them: K of a tile, then V of the one before. A single lane does;
-// where items come from takes a warp.
+// This warp has written a tile.
+__device__ __forceinline__ void publish(u64* full) {
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(full);
+}
+
+// Makes tiles in the order in which consumers need them: K of a tile, then V of the one before, or of the same where
+// weights depend on its scale. A single lane asks TMA, and where items come from takes a warp; a warpgroup expands
+// codes.
 __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
+  constexpr int BEHIND = V::EXPANDED ? 0 : 1;
+  const bool asks = threadIdx.x % (EXPANDS ? GROUP_THREADS : WARP) == 0;
   Ring keys, values;
   u32 q_phase = 0;
+  typename K::Expander key_codes;
+  typename V::Expander value_codes;
   for_items(p, [&](const Item& w) {
-    if (threadIdx.x % WARP != 0 || w.key_tiles == 0) return;
-    const auto load_keys = [&](const Place& at) {
-      ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
-      load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
+    if ((!EXPANDS && !asks) || w.key_tiles == 0) return;
+    const int last = w.key_tiles - 1, end = w.end_of_keys(p, cfg::TILE_Q);
+    const auto fetch_keys = [&](const Place& at, int tile) {
+      key_codes.fetch(w.keys(p, at, end - tile * cfg::TILE_KV));
+    };
+    const auto fetch_values = [&](const Place& at, int tile) {
+      value_codes.fetch(w.values(p, at, end - tile * cfg::TILE_KV));
+    };
+    const auto load_keys = [&](const Place& at, const Place& next, int tile) {
+      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
+      if constexpr (K::EXPANDED) {
+        key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage]);
+        publish(&sm.k_full[keys.stage]);
+        if (tile > 0) fetch_keys(next, tile - 1);
+      } else if (asks) {
+        load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
+      }
       keys.advance();
     };
-    const auto load_values = [&](const Place& at) {
-      ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
-      load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
+    const auto load_values = [&](const Place& at, const Place& next, int tile) {
+      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);
+      if constexpr (V::EXPANDED) {
+        value_codes.expand(reinterpret_cast<u8*>(sm.v[values.stage]), sm.v_log2_scale[values.stage]);
+        publish(&sm.v_full[values.stage]);
+        if (tile > 0) fetch_values(next, tile - 1);
+      } else if (asks) {
+        load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
+      }
       values.advance();
     };
-    Place place = w.place(p, (w.key_tiles - 1) * cfg::TILE_KV);
-    load_keys(place);
+    const auto load_queries = [&] {
 #pragma unroll 1
-    for (int group = 0; group < cfg::CONSUMERS; ++group) {
-      ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
-      load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
-    }
-    q_phase ^= 1;
+      for (int group = 0; group < cfg::CONSUMERS; ++group) {
+        ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
+        load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
+      }
+      q_phase ^= 1;
+    };
+    Place before{}, at = w.place(p, last * cfg::TILE_KV);
+    if (K::EXPANDED) fetch_keys(at, last);
+    if (V::EXPANDED) fetch_values(at, last);
 #pragma unroll 1
-    for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
-      const Place next = w.place(p, tile * cfg::TILE_KV);
-      load_keys(next);
-      load_values(place);
-      place = next;
+    for (int tile = last; tile >= 0; --tile) {
+      const Place next = tile > 0 ? w.place(p, (tile - 1) * cfg::TILE_KV) : at;
+      load_keys(at, next, tile);
+      if (!K::EXPANDED && asks && tile == last) load_queries();
+      if (BEHIND == 0) load_values(at, next, tile);
+      if (BEHIND == 1 && tile < last) load_values(before, at, tile + 1);
+      before = at;
+      at = next;
     }
-    load_values(place);
+    if (BEHIND == 1) load_values(before, before, 0);
   });
 }
 
@@ -154,8 +202,8 @@ __device__ __forceinline__ void begin_scores(Scores& s, u64 q, u64 k) {
 #pragma unroll
   for (int step = 0; step < cfg::HEAD_DIM / STEP; ++step) {
     const int chunk = step * STEP / CHUNK, within = step * STEP % CHUNK * sizeof(Elem);
-    ptx::wgmma_ss<Elem, cfg::TILE_KV>(s, q + (chunk * Q_CHUNK + within) / 16, k + (chunk * K_CHUNK + within) / 16,
-                                      step > 0);
+    ptx::wgmma_ss<K::Operand, cfg::TILE_KV>(s, q + (chunk * Q_CHUNK + within) / 16, k + (chunk * K_CHUNK + within) / 16,
+                                            step > 0);
   }
 }
 
@@ -163,7 +211,7 @@ __device__ __forceinline__ void begin_scores(Scores& s, u64 q, u64 k) {
 __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights, u64 v) {
 #pragma unroll
   for (int step = 0; step < cfg::TILE_KV / STEP; ++step) {
-    ptx::wgmma_rs<Elem, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
+    ptx::wgmma_rs<V::Operand, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
   }
 }
 
@@ -209,8 +257,8 @@ __device__ __forceinline__ bool weigh(Scores& s, State& state, const Factors& fa
 
 // Columns of weights stand in an accumulator as in the A of a product.
 __device__ __forceinline__ void pack(Weights& weights, int n, const float (&w)[4]) {
-  weights[n / 2][n % 2 * 2] = ptx::pack2<Elem>(w[0], w[1]);
-  weights[n / 2][n % 2 * 2 + 1] = ptx::pack2<Elem>(w[2], w[3]);
+  weights[n / 2][n % 2 * 2] = ptx::pack2<V::Operand>(w[0], w[1]);
+  weights[n / 2][n % 2 * 2 + 1] = ptx::pack2<V::Operand>(w[2], w[3]);
 }
 __device__ __forceinline__ void pack(Weights& weights, const Scores& s) {
 #pragma unroll
@@ -284,37 +332,26 @@ __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, cons
   const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, w.kv_len);
   bool bad = false;
 #pragma unroll 1
-  for (int key = first; key < last; ++key) {
-    const u16* row = reinterpret_cast<const u16*>(w.value(p, key));
-#pragma unroll 1
-    for (int dim = at.lane; dim < cfg::HEAD_DIM; dim += WARP) {
-      bad |= (row[dim] & ElemTraits<Elem>::EXPONENT) == ElemTraits<Elem>::EXPONENT;
-    }
-  }
+  for (int key = first; key < last; ++key) bad |= V::is_bad(w.values(p, w.place(p, key), 1), at.lane);
   return __any_sync(FULL_MASK, bad);
 }
 
-// A lane has elements 4 lane .. 4 lane + 3 of every 128.
 __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, const Item& w, const Lane& at) {
-  constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
-  const auto load = [&](const u8* row, int i) {
-    const int dim = (i * WARP + at.lane) * 4;
-    return dim < cfg::HEAD_DIM ? load4(reinterpret_cast<const Elem*>(row) + dim) : make_float4(0.f, 0.f, 0.f, 0.f);
-  };
+  using Row = LaneRow<cfg::HEAD_DIM>;
 #pragma unroll 1
   for (int row = at.row0; row < min(at.row0 + 16, w.num_tokens); ++row) {
-    float4 q[VECTORS], o[VECTORS];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) q[i] = load(w.query(p, row), i), o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    Row q, o{};
+    SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, {w.query(p, row), nullptr, 0, 0, 1}, at.lane);
     float m = neg_inf(), l = 0.f;
     const int end = w.end_of_keys(p, row);
 #pragma unroll 1
     for (int key = 0; key < end; ++key) {
+      Row k, v;
+      K::load_row(k, w.keys(p, w.place(p, key), 1), at.lane);
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        const float4 k = load(w.key(p, key), i);
-        sum += q[i].x * k.x + q[i].y * k.y + q[i].z * k.z + q[i].w * k.w;
+      for (int i = 0; i < Row::VECTORS; ++i) {
+        sum += q.x[i].x * k.x[i].x + q.x[i].y * k.x[i].y + q.x[i].z * k.x[i].z + q.x[i].w * k.x[i].w;
       }
 #pragma unroll
       for (int bit = 1; bit < WARP; bit *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, bit);
@@ -322,26 +359,41 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
       const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
       m = m_new;
       l = l * by + weight;
+      V::load_row(v, w.values(p, w.place(p, key), 1), at.lane);
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        const float4 v = load(w.value(p, key), i);
-        o[i].x = o[i].x * by + weight * v.x, o[i].y = o[i].y * by + weight * v.y;
-        o[i].z = o[i].z * by + weight * v.z, o[i].w = o[i].w * by + weight * v.w;
+      for (int i = 0; i < Row::VECTORS; ++i) {
+        o.x[i].x = o.x[i].x * by + weight * v.x[i].x, o.x[i].y = o.x[i].y * by + weight * v.x[i].y;
+        o.x[i].z = o.x[i].z * by + weight * v.x[i].z, o.x[i].w = o.x[i].w * by + weight * v.x[i].w;
       }
     }
     if (at.lane == 0 && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
     const float by = softmax::inverse_sum(l);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const int dim = (i * WARP + at.lane) * 4;
+    for (int i = 0; i < Row::VECTORS; ++i) {
+      const int dim = Row::dim(i, at.lane);
       if (dim >= cfg::HEAD_DIM) continue;
       store4(reinterpret_cast<Elem*>(w.out(p, row)) + dim,
-             make_float4(o[i].x * by, o[i].y * by, o[i].z * by, o[i].w * by));
+             make_float4(o.x[i].x * by, o.x[i].y * by, o.x[i].z * by, o.x[i].w * by));
     }
   }
 }
 
 // ---- the loop of a consumer --------------------------------------------------------------------------------------
+
+// Q of a warpgroup, rotated as K is; scale[r] makes scores of raw products of this lane's rows.
+__device__ __forceinline__ void rotate_queries(const TiledPrefillParams& p, const Item& w, Smem& sm, const Lane& at,
+                                               float (&scale)[2]) {
+  ptx::bar_sync(FIRST_QUERIES + at.group, GROUP_THREADS);  // all have read Q of the item before
+  u8* tile = reinterpret_cast<u8*>(sm.q[at.group]);
+  K::template store_queries<GROUP_ROWS>(tile, at.row0 % GROUP_ROWS, at.lane, scale, [&](int r) -> const u8* {
+    const int row = at.row(r);
+    return row < w.num_tokens ? w.query(p, row) : nullptr;
+  });
+  ptx::fence_proxy_async();
+  ptx::bar_sync(FIRST_QUERIES + at.group, GROUP_THREADS);  // Q is there
+#pragma unroll
+  for (int r = 0; r < 2; ++r) scale[r] *= p.softmax_scale_log2;
+}
 
 __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
   const Lane at;
@@ -359,6 +411,27 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
 
   for_items(p, [&](const Item& w) {
     State state;
+    float q_scale[2] = {};   // of Q where it is rotated
+    float log2_scale = 0.f;  // of the values that weights are for
+    // What scores of a tile are over its raw products; not zero, which would make a hidden score of -inf NaN.
+    const auto scale_scores = [&](int stage) {
+      constexpr float SMALLEST = 1.17549435e-38f;  // normal
+      if constexpr (K::EXPANDED) {
+        const float scale = ptx::exp2(sm.k_log2_scale[stage]);
+        factors.fill([&](int, int r) { return fmaxf(q_scale[r] * scale, SMALLEST); });
+      }
+    };
+    const auto scale_weights = [&](const Ring& tile) {
+      if constexpr (V::EXPANDED) {
+        ptx::mbarrier_wait(&sm.v_full[tile.stage], tile.phase);
+        const float now = sm.v_log2_scale[tile.stage];
+        if (now != log2_scale) state.shift(now - log2_scale);
+        log2_scale = now;
+      }
+    };
+    if constexpr (K::EXPANDED) {
+      if (w.key_tiles > 0) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
+    }
     Outputs o;
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
@@ -378,7 +451,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::mbarrier_wait(&sm.v_full[unseen.stage], unseen.phase);
       release(&sm.v_empty[unseen.stage], at);
     }
-    if (w.key_tiles > 0) {
+    if (!K::EXPANDED && w.key_tiles > 0) {
       ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
       q_phase ^= 1;
       if (key_tiles == 0) release(&sm.q_empty[at.group], at);
@@ -398,12 +471,14 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       turns.end();
       ptx::wgmma_wait<0>();
       ptx::read_behind(s);
+      scale_scores(first.stage);
       release(&sm.k_empty[first.stage], at);
-      if (tile == 0) release(&sm.q_empty[at.group], at);
+      if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);
       if (tile >= full_tiles) hide(s, p, w, tile, at);
+      scale_weights(first);
       absorb(weights, s, state, factors, true, by);
       // TMA itself puts zeros behind the end of an array.
-      if (w.kv_len < p.capacity && w.kv_len < key_tiles * cfg::TILE_KV) {
+      if (!V::EXPANDED && w.kv_len < p.capacity && w.kv_len < key_tiles * cfg::TILE_KV) {
         ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
         clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
       }
@@ -417,16 +492,18 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         ptx::wgmma_fence();
         begin_scores(s, q, keys_at(keys.stage));
         ptx::wgmma_commit();
-        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
+        if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
         ptx::wgmma_fence();
         begin_outputs(o, weights, values_at(values.stage));
         ptx::wgmma_commit();
         turns.end();
         ptx::wgmma_wait<1>();
         ptx::read_behind(s);
+        scale_scores(keys.stage);
         release(&sm.k_empty[keys.stage], at);
-        if (tile == 0) release(&sm.q_empty[at.group], at);
+        if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
+        scale_weights(keys);
         if constexpr (cfg::WEIGH_FIRST) {
           const bool grew = weigh(s, state, factors, by);
           ptx::wgmma_wait_behind<0>(state.l[0][0], state.l[0][1]);
@@ -447,7 +524,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       while (tile > 0) step(Flag<false>{});
 
       const Ring values = ring_of(last);
-      ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
+      if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
       ptx::wgmma_fence();
       begin_outputs(o, weights, values_at(values.stage));
       ptx::wgmma_commit();
@@ -456,10 +533,12 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       release(&sm.v_empty[values.stage], at);
     }
     count = last + 1;
+    if (V::EXPANDED) state.shift(-log2_scale);
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {
       attend_plainly(p, w, at);
     } else {
+      if constexpr (V::EXPANDED) V::restore(o, at.t);
       store(o, state, p, w, at);
     }
   });
@@ -478,8 +557,8 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     }
 #pragma unroll
     for (int i = 0; i < cfg::NUM_STAGES; ++i) {
-      ptx::mbarrier_init(&sm.k_full[i], 1);
-      ptx::mbarrier_init(&sm.v_full[i], 1);
+      ptx::mbarrier_init(&sm.k_full[i], K::EXPANDED ? GROUP_WARPS : 1);
+      ptx::mbarrier_init(&sm.v_full[i], V::EXPANDED ? GROUP_WARPS : 1);
       ptx::mbarrier_init(&sm.k_empty[i], CONSUMER_WARPS);
       ptx::mbarrier_init(&sm.v_empty[i], CONSUMER_WARPS);
     }
@@ -493,6 +572,6 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     consume(p, sm);
   } else {
     ptx::setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (threadIdx.x / WARP == CONSUMER_WARPS) produce(p, sm);
+    if (EXPANDS || threadIdx.x / WARP == CONSUMER_WARPS) produce(p, sm);
   }
 }

@@ -125,9 +125,10 @@ class PrefillCall:
             (bool(self.softcap), "there is a softcap"),
             (self.sinks is not None, "there are sinks"),
             (self.softmax_scale <= 0, "softmax_scale is not positive"),
+            (self.k.mean is not None or self.v.mean is not None, "k or v has a mean"),
         )
-        arrays = (("q", self.q), ("k", self.k.rows), ("v", self.v.rows))
-        strides = (_tiled.why_not(name, x) for name, x in arrays)
+        arrays = {"q": self.q, "k": self.k.rows, "v": self.v.rows, "k.norms": self.k.norms, "v.norms": self.v.norms}
+        strides = (_tiled.why_not(name, x) for name, x in arrays.items() if x is not None)
         return next((why for holds, why in reasons if holds), "") or next(filter(None, strides), "")
 
 

@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
-from cuattn import _params
+from cuattn import _params, _tbq4
 from cuattn._device import Device
 from cuattn._kinds import Dtype, KvFormat
-from cuattn._plan.base import WARP, align, ceil_div
+from cuattn._plan.base import REGISTERS_PER_SM, WARP, align, ceil_div
 from cuattn._plan.prefill import PrefillPlan, prefill_plan
-from cuattn._problem import PrefillProblem
+from cuattn._problem import PrefillProblem, row_bytes
 
 ARCH = "sm_90a"
 # Of a warpgroup.
 _GROUP_WARPS, GROUP_ROWS = 4, 64
-# Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
-_REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
+# Registers of a thread of each warpgroup together, and the most that one may have.
+_GROUP_REGISTERS, _MOST_REGISTERS = REGISTERS_PER_SM // (_GROUP_WARPS * WARP), 240
 _TILE_ALIGN = 1024
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
@@ -45,6 +45,10 @@ class TiledPrefillConfig:
     weigh_first : bool
         Whether a consumer has all weights of a tile before it waits for the values of the one before. That takes a
         maximum of each tile, as scores are not kept.
+    producer_registers : int
+        Of a thread of the warpgroup that produces tiles; consumers have the others, a multiple of 8.
+    k_format, v_format : KvFormat
+        Of keys and values.
     paged : bool
         Whether keys are in pages, which have whole tiles.
     """
@@ -56,6 +60,9 @@ class TiledPrefillConfig:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = True
+    producer_registers: int = 32
+    k_format: KvFormat = KvFormat.RAW16
+    v_format: KvFormat = KvFormat.RAW16
     paged: bool = False
 
     kernel = "prefill_sm90"
@@ -63,7 +70,13 @@ class TiledPrefillConfig:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
+        formats = f", {self.k_format.value} keys, {self.v_format.value} values" if self.uses_tbq4 else ""
+        return f"{self.dtype.value}{formats}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
+
+    @property
+    def uses_tbq4(self) -> bool:
+        """Whether K or V is in TBQ4."""
+        return KvFormat.TBQ4 in (self.k_format, self.v_format)
 
     @property
     def tile_q(self) -> int:
@@ -77,16 +90,18 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, and mbarriers."""
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, and a scale of each tile."""
         row = self.head_dim * self.dtype.itemsize
-        barriers = 8 * (2 * self.consumers + 4 * self.num_stages)
-        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers, _TILE_ALIGN)
+        barriers, scales = 8 * (2 * self.consumers + 4 * self.num_stages), 4 * 2 * self.num_stages
+        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers + scales, _TILE_ALIGN)
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        producer, consumer = _REGISTERS[self.consumers]
+        consumer = (_GROUP_REGISTERS - self.producer_registers) // self.consumers // 8 * 8
         return {
             "DTYPE": self.dtype,
+            "K_FORMAT": self.k_format,
+            "V_FORMAT": self.v_format,
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
             "TILE_Q": self.tile_q,
@@ -95,11 +110,11 @@ class TiledPrefillConfig:
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
             "PAGED": self.paged,
-            "PRODUCER_REGISTERS": producer,
-            "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": self.producer_registers,
+            "CONSUMER_REGISTERS": min(consumer, _MOST_REGISTERS),
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.TILED_PREFILL.itemsize,
-        }
+        } | (_tbq4.attention_constants(_tbq4.block_of(self.head_dim)) if self.uses_tbq4 else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,40 +126,71 @@ class TiledPrefillTile:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = False
+    producer_registers: int = 32
 
 
 # By head_dim; docs/prefill.md has the sums and the trials.
 _TILES = {
     64: TiledPrefillTile(3, 96, 4),
     128: TiledPrefillTile(3, 80, 3),
-    256: TiledPrefillTile(2, 80, weigh_first=True),
+    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=40),
 }
 # Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
 PAGED_TILE_KV = 64
 _PAGED_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4),
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=40),
 }
+# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers.
+_TBQ4_TILES = {
+    64: TiledPrefillTile(3, 96, 4, producer_registers=56),
+    128: TiledPrefillTile(3, 80, 3, producer_registers=56),
+    256: TiledPrefillTile(2, 64, weigh_first=True, producer_registers=64),
+}
+_PAGED_TBQ4_TILES = {
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=64),
+}
+# Asking TMA takes some, too.
+_MIXED_TILES = _TBQ4_TILES | {128: _PAGED_TBQ4_TILES[128]}
 
 
-def tiled_prefill_config(dtype: Dtype, head_dim: int, *, paged: bool = False) -> TiledPrefillConfig:
+def _tile_of(head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool) -> TiledPrefillTile:
+    if KvFormat.TBQ4 not in (k_format, v_format):
+        return (_PAGED_TILES if paged else _TILES)[head_dim]
+    if paged:
+        return _PAGED_TBQ4_TILES[head_dim]
+    return (_TBQ4_TILES if k_format is v_format else _MIXED_TILES)[head_dim]
+
+
+def tiled_prefill_config(
+    dtype: Dtype,
+    head_dim: int,
+    k_format: KvFormat = KvFormat.RAW16,
+    v_format: KvFormat = KvFormat.RAW16,
+    *,
+    paged: bool = False,
+) -> TiledPrefillConfig:
     """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
-    tile = (_PAGED_TILES if paged else _TILES)[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), paged=paged)
+    tile = _tile_of(head_dim, k_format, v_format, paged=paged)
+    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged)
 
 
 def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
     """Return the config of a call that `prefill_sm90.cu` has."""
-    return tiled_prefill_config(problem.dtype, problem.head_dim, paged=problem.page_size > 0)
+    p = problem
+    return tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     if device.arch != ARCH:
         return []
-    choices = product((Dtype.FP16, Dtype.BF16), _TILES, (False, True))
-    return [tiled_prefill_config(dtype, dim, paged=paged) for dtype, dim, paged in choices]
+    formats = tuple(product((KvFormat.RAW16, KvFormat.TBQ4), repeat=2))
+    choices = product((Dtype.FP16, Dtype.BF16), _TILES, formats, (False, True))
+    return [tiled_prefill_config(dtype, dim, *of, paged=paged) for dtype, dim, of, paged in choices]
 
 
 @dataclass(frozen=True)
@@ -184,7 +230,7 @@ class TiledPrefillPlan:
         that have the longest of two rounds are behind.
         """
         p = self.problem
-        row = 2 * p.head_dim * p.dtype.itemsize
+        row = sum(row_bytes(f, p.dtype, p.head_dim) for f in (p.k_format, p.v_format))
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
         return max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
 
@@ -238,7 +284,7 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
     p, plan = problem, prefill_plan(problem, device)
     reasons = (
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
-        (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
+        (p.dtype is Dtype.FP32, "q is not in 16 bits"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
         (p.ragged, "q is ragged"),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),

@@ -147,11 +147,13 @@ struct PrefillParams {
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
   TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
-  TensorMap k_map;  // [num_pages, page_size, num_kv_heads, head_dim], of TILE_KV tokens of a page
+  TensorMap k_map;  // [num_pages, page_size, num_kv_heads, head_dim], of TILE_KV tokens of a page; if in 16 bits
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads
   const u8* k;
   const u8* v;
+  const u8* k_norms;      // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
+  const u8* v_norms;      // as k_norms
   u8* out;                // as q
   float* lse;             // as q without head_dim, contiguous, natural log; null: not wanted
   const int* kv_len;      // [batch], tokens; null: capacity
@@ -165,6 +167,12 @@ struct TiledPrefillParams {
   i64 v_stride_page;
   i64 v_stride_token;
   i64 v_stride_head;
+  i64 k_norms_stride_page;
+  i64 k_norms_stride_token;
+  i64 k_norms_stride_head;
+  i64 v_norms_stride_page;
+  i64 v_norms_stride_token;
+  i64 v_norms_stride_head;
   i64 out_stride_batch;
   i64 out_stride_token;
   i64 out_stride_head;
@@ -183,7 +191,7 @@ struct TiledPrefillParams {
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[8];           // a tensor map aligns to 128 bytes
+  int reserved[24];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PREFILL_ITEMS_CUH
 #define CUATTN_COMMON_PREFILL_ITEMS_CUH
+#include "common/head_rows.cuh"
 #include "common/mask.cuh"
 #include "common/paging.cuh"
 #include "common/params.cuh"
@@ -38,13 +39,18 @@ struct Item {
     at.page = PagedRows{true, row, p.page_table_stride_page, page_size}.find(key, at.token);
     return at;
   }
-  __device__ __forceinline__ const u8* key(const TiledPrefillParams& p, int key) const {
-    const Place at = place(p, key);
-    return p.k + at.page * p.k_stride_page + at.token * p.k_stride_token + kv_head * p.k_stride_head;
+  // `count` rows from a place on.
+  __device__ __forceinline__ HeadRows keys(const TiledPrefillParams& p, const Place& at, int count) const {
+    return {p.k + at.page * p.k_stride_page + at.token * p.k_stride_token + kv_head * p.k_stride_head,
+            p.k_norms + at.page * p.k_norms_stride_page + at.token * p.k_norms_stride_token +
+                kv_head * p.k_norms_stride_head,
+            static_cast<u32>(p.k_stride_token), static_cast<u32>(p.k_norms_stride_token), count};
   }
-  __device__ __forceinline__ const u8* value(const TiledPrefillParams& p, int key) const {
-    const Place at = place(p, key);
-    return p.v + at.page * p.v_stride_page + at.token * p.v_stride_token + kv_head * p.v_stride_head;
+  __device__ __forceinline__ HeadRows values(const TiledPrefillParams& p, const Place& at, int count) const {
+    return {p.v + at.page * p.v_stride_page + at.token * p.v_stride_token + kv_head * p.v_stride_head,
+            p.v_norms + at.page * p.v_norms_stride_page + at.token * p.v_norms_stride_token +
+                kv_head * p.v_norms_stride_head,
+            static_cast<u32>(p.v_stride_token), static_cast<u32>(p.v_norms_stride_token), count};
   }
   __device__ __forceinline__ u8* out(const TiledPrefillParams& p, int row) const {
     return p.out + batch * p.out_stride_batch + (token0 + row) * p.out_stride_token + head * p.out_stride_head;

@@ -177,6 +177,12 @@ __device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
   return v;
 }
 
+// PTX ISA: st.shared.v4.b32.
+__device__ __forceinline__ void st_shared_v4(u32 address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // threadIdx.x, read anew: the compiler cannot keep it, and what follows from it, in registers between uses.
 __device__ __forceinline__ int thread_index() {
   int i;
@@ -189,7 +195,14 @@ __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// The same of a pointer into shared memory, which stays one for the compiler.
+__device__ __forceinline__ const u8* opaque(const u8* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+// The same of a constant, which the assembler would make anew for each use. It does not know that blocks have one
+// dimension, so that threadIdx.y is zero.
+__device__ __forceinline__ u32 held(u32 x) { return opaque(x + threadIdx.y); }
+// The value itself, of a pointer into shared memory, which stays one for the compiler.
 __device__ __forceinline__ u8* opaque_shared(u8* p) {
   return static_cast<u8*>(__cvta_shared_to_generic(opaque(smem_addr(p))));
 }

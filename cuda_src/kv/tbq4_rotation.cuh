@@ -61,6 +61,29 @@ __device__ __forceinline__ void hadamard(float (&x)[cfg::BLOCK / LANES], const S
   }
 }
 
+// Rotates a row back, in the lanes of a warp: a lane has values 128 i + 4 lane .. 128 i + 4 lane + 3 for each i, and
+// where blocks are small only some lanes have any.
+template <int BLOCKS>
+__device__ __forceinline__ void restore_row(float (&x)[BLOCKS][4], int lane) {
+  constexpr int ROTATING = cfg::BLOCK / 4;
+  const Signs<ROTATING> signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);  // exchanged: the transpose
+#pragma unroll
+  for (int part = 0; part < BLOCKS; ++part) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[part][j] *= signs.first[j];
+    hadamard(x[part], signs);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[part][j] *= signs.second[j];
+  }
+}
+
+// The power of two that a rotated row of Q is multiplied by, so that its largest value is 2^14 or up to twice that;
+// rows of zeros, and of subnormal or infinite numbers, stay as they are.
+__device__ __forceinline__ int query_shift(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return exponent > -112 && exponent < 128 ? 14 - exponent : 0;
+}
+
 }  // namespace tbq4
 
 #endif

@@ -79,9 +79,7 @@ struct RotatedRows {
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, bit));
         if (mean != nullptr) dot += __shfl_xor_sync(FULL_MASK, dot, bit);
       }
-      // 2^14 <= largest * down < 2^15; rows of zeros, and of subnormal or infinite numbers, stay as they are.
-      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-      const int shift = exponent > -112 && exponent < 128 ? 14 - exponent : 0;
+      const int shift = query_shift(largest);
       const float down = __uint_as_float(static_cast<u32>(127 + shift) << 23);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
@@ -101,17 +99,7 @@ struct RotatedRows {
   }
 
   // Rotates a row of O back: a lane has values 128 i + 4 lane .. 128 i + 4 lane + 3 for each i.
-  static __device__ __forceinline__ void restore(float (&x)[PARTS][4], int lane) {
-    const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);  // exchanged: the transpose
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[part][j] *= signs.first[j];
-      hadamard(x[part], signs);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[part][j] *= signs.second[j];
-    }
-  }
+  static __device__ __forceinline__ void restore(float (&x)[PARTS][4], int lane) { restore_row(x, lane); }
 };
 
 }  // namespace tbq4

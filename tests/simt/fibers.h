@@ -7,8 +7,9 @@
 // blocks, warps, lanes and copies in ascending order, 1 in descending order, and larger seeds permute them; there a
 // warp may also be left for the next, and copies may land, at any time. Shared memory starts as NaN (0xff bytes).
 //
-// Not seen: a missing fence (memory, proxy or mbarrier-init), bank conflicts, registers, speed. Sums have another order
-// than on tensor cores. There are no clusters, and blocks do not run beside each other.
+// Not seen: a missing fence (memory or mbarrier-init; a proxy fence but between st_shared_v4 and wgmma), bank
+// conflicts, registers, speed. Sums have another order than on tensor cores. There are no clusters, and blocks do not
+// run beside each other.
 #ifndef CUATTN_SIMT_FIBERS_H
 #define CUATTN_SIMT_FIBERS_H
 #if !defined(__x86_64__)
@@ -145,6 +146,7 @@ struct Fiber {
   std::vector<PendingAcc> accs;
   int acc_group = 0;
   bool acc_fenced = false;
+  std::vector<unsigned> unfenced;  // see Block
 };
 
 struct Range {
@@ -179,6 +181,8 @@ struct Block {
   std::vector<std::vector<PendingOperand>> operands;  // by warpgroup
   std::vector<BulkCopy> in_flight;
   std::list<CopyArrival> copy_arrivals;
+  // By 16 bytes of shared memory, the thread, plus 1, whose st_shared_v4 there no proxy fence of its own has followed.
+  std::vector<int> unfenced;
   Word lulls = 0;  // how often no thread could run, and late_waits were let go
   int late_waits = 0;
   unsigned random = 0;
@@ -465,6 +469,7 @@ inline void prepare(Block& b) {
   b.in_flight.clear();
   b.copy_arrivals.clear();
   b.late_waits = b.done = 0;
+  b.unfenced.assign(b.smem_bytes / 16 + 1, 0);
   memset(b.smem, 0xff, b.smem_bytes);
 }
 

@@ -176,7 +176,7 @@ def tiled_prefill_arrays(
     params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=encode)
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
-        memory=[call.q, call.k.rows, call.v.rows],
+        memory=[call.q, *(x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None)],
     )  # fmt: skip
     return out, lse
 

@@ -321,8 +321,20 @@ inline u32 ld_global_u16(const void* p, Place at = here()) {
 inline u32 ld_shared(u32 address, Place at = here()) { return simt::load_shared<u32>(address, at); }
 inline uint2 ld_shared_v2(u32 address, Place at = here()) { return simt::load_shared<uint2>(address, at); }
 
+inline void st_shared_v4(u32 address, const uint4& v, Place at = here()) {
+  simt::enter(at);
+  u8* p = reinterpret_cast<u8*>(simt::block->smem) + address;
+  simt::check_aligned(p, sizeof v, "st.shared.v4");
+  simt::smem_offset(p, sizeof v, "st.shared.v4");
+  memcpy(p, &v, sizeof v);
+  simt::block->unfenced[address / 16] = simt::self->linear + 1;
+  simt::self->unfenced.push_back(address / 16);
+}
+
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 inline u32 opaque(u32 x) { return x; }
+inline const u8* opaque(const u8* p) { return p; }
+inline u32 held(u32 x) { return x; }
 inline u8* opaque_shared(u8* p) { return p; }
 
 inline u32 nan_if_infinite(u32 halves) {

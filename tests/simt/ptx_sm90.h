@@ -107,6 +107,9 @@ inline std::vector<uint16_t> gather(u64 desc, int rows, bool mn_major) {
   for (int i = 0; i < rows * 16; i++) {
     const u32 a = operand_address(desc, i / 16, i % 16, mn_major);
     if (a + 2 > block->smem_bytes) fail("wgmma: descriptor %016llx reads shared memory +%u", desc, a);
+    if (const int writer = block->unfenced[a / 16]) {
+      fail("wgmma: descriptor %016llx reads what thread %d wrote without a proxy fence, +%u", desc, writer - 1, a);
+    }
     memcpy(&values[i], block->smem + a, 2);
   }
   return values;
@@ -221,7 +224,14 @@ inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, Place at = here()) {
   simt::enter(at);
   simt::update_mbarrier(bar, 1, bytes);
 }
-inline void fence_proxy_async() {}
+// Others run first, so that an arrival in front of the fence shows.
+inline void fence_proxy_async() {
+  if (simt::block->launch->seed > 1) simt::poll();
+  for (const unsigned i : simt::self->unfenced) {
+    if (simt::block->unfenced[i] == simt::self->linear + 1) simt::block->unfenced[i] = 0;
+  }
+  simt::self->unfenced.clear();
+}
 
 // Which lane it is depends on the seed.
 inline bool elect_one(Place at = here()) {

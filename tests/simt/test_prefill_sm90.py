@@ -236,12 +236,12 @@ FAULTS = {
         "p.num_tokens, kv_len, -1",
         "p.num_tokens, p.capacity, -1",
     ),
-    "the page of another tile": (PAGED, KERNEL, "w.place(p, tile * cfg::TILE_KV)", "w.place(p, 0)"),
+    "the page of another tile": (PAGED, KERNEL, "w.place(p, (tile - 1) * cfg::TILE_KV)", "w.place(p, 0)"),
     "V from the page of other keys": (
         PAGED,
         KERNEL,
-        "      load_values(place);\n      place = next;\n",
-        "      place = next;\n      load_values(place);\n",
+        "load_values(before, at, tile + 1);",
+        "load_values(at, at, tile + 1);",
     ),
     "the pages of another sequence": (
         PAGED,
@@ -264,20 +264,20 @@ FAULTS = {
     "V is read before it is there": (
         CAUSAL,
         KERNEL,
-        "        ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n        ptx::wgmma_fence();\n",
-        "        ptx::wgmma_fence();\n",
+        "        if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n",
+        "",
     ),
     "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);\n", ""),
     "K takes the place of a tile that is read": (
         CAUSAL,
         KERNEL,
-        "      ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
+        "      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
         "",
     ),
     "V takes the place of a tile that is read": (
         CAUSAL,
         KERNEL,
-        "      ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
+        "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
         "",
     ),
     "Q takes the place of one that is read": (
@@ -289,8 +289,8 @@ FAULTS = {
     "Q is released a tile early": (
         CAUSAL,
         KERNEL,
-        "        if (tile == 0) release(&sm.q_empty[at.group], at);",
-        "        if (tile == 1) release(&sm.q_empty[at.group], at);",
+        "        if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);",
+        "        if (!K::EXPANDED && tile == 1) release(&sm.q_empty[at.group], at);",
     ),
     "V is released with K": (
         CAUSAL,
@@ -301,12 +301,12 @@ FAULTS = {
     "K is released before its products end": (
         CAUSAL,
         KERNEL,
-        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n        release(&sm.k_empty[keys.stage], at);\n",
+        "        ptx::wgmma_wait<1>();\n        ptx::read_behind(s);\n        scale_scores(keys.stage);\n",
         "        release(&sm.k_empty[keys.stage], at);\n        ptx::wgmma_wait<1>();\n",
     ),
     "scores are read before they are there": (CAUSAL, KERNEL, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
     "a parity that does not change": (CAUSAL, KERNEL, "    phase ^= 1;\n", ""),
-    "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n", ""),
+    "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n      if (key_tiles", "      if (key_tiles"),
     "fewer arrivals than consumers": (
         CAUSAL,
         KERNEL,

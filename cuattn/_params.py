@@ -163,6 +163,8 @@ TILED_PREFILL = _struct(
     v=_POINTER,
     out=_POINTER,
     lse=_POINTER,
+    cu_seqlens_q=_POINTER,
+    cu_seqlens_k=_POINTER,
     kv_len=_POINTER,
     page_table=_POINTER,
     q_stride_batch=_I64,
@@ -180,6 +182,7 @@ TILED_PREFILL = _struct(
     kv_len_stride=_I64,
     page_table_stride_batch=_I64,
     page_table_stride_page=_I64,
+    batch=_I32,
     num_tokens=_I32,
     num_qo_heads=_I32,
     num_kv_heads=_I32,
@@ -192,7 +195,7 @@ TILED_PREFILL = _struct(
     streams_at_once=_I32,
     num_items=_I32,
     softmax_scale_log2=_F32,
-    reserved=np.dtype((_I32, 8)),
+    reserved=np.dtype((_I32, 3)),
 )
 
 QUANTIZE = _struct(

@@ -253,7 +253,10 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
         if isinstance(plan, _plan.TiledPrefillPlan):
-            tiled = tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
+            tiled = tiled_params_of(
+                call, plan, out=out, lse=lse, kv_len=kv_len, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k,
+                encode=_tiled.tensor_map,
+            )  # fmt: skip
             _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
             return out, lse
         parts = states = None
@@ -353,6 +356,8 @@ def tiled_params_of(
     out: Array,
     lse: Array | None,
     kv_len: Array | None,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
     encode: Callable[[_tiled.TensorTiles], np.void],
 ) -> np.ndarray[Any, Any]:
     """Fill the parameters of `prefill_sm90.cu`; arrays as in `params_of`.
@@ -373,6 +378,7 @@ def tiled_params_of(
     """
     problem, config = plan.problem, plan.config
     values: dict[str, Any] = {
+        "batch": problem.batch,
         "num_tokens": problem.num_tokens,
         "num_qo_heads": problem.num_qo_heads,
         "num_kv_heads": problem.num_kv_heads,
@@ -388,8 +394,8 @@ def tiled_params_of(
         "kv_len_stride": 0 if kv_len is None else kv_len.strides[0],
     }
     arrays = {
-        "q": call.q, "k": call.k.rows, "v": call.v.rows, "out": out, "lse": lse, "kv_len": kv_len,
-        "page_table": call.page_table,
+        "q": call.q, "k": call.k.rows, "v": call.v.rows, "out": out, "lse": lse, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "kv_len": kv_len, "page_table": call.page_table,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     for name, axes in _TILED_AXES.items():

@@ -1,6 +1,5 @@
-// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, and keys and values, which may
-// be padded or in pages.
-// SPDX-License-Identifier: Apache-2.0
+// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, keys and values: dense,
+// padded, ragged, and in pages. SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
 //   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles
@@ -94,17 +93,18 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
       load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
       values.advance();
     };
-    Place place = w.place(p, (w.key_tiles - 1) * cfg::TILE_KV);
+    Place place = w.place_of_key(p, (w.key_tiles - 1) * cfg::TILE_KV);
     load_keys(place);
 #pragma unroll 1
     for (int group = 0; group < cfg::CONSUMERS; ++group) {
       ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
-      load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
+      const Place at = w.place_of_row(p, group * GROUP_ROWS);
+      load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, at.token, at.page);
     }
     q_phase ^= 1;
 #pragma unroll 1
     for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
-      const Place next = w.place(p, tile * cfg::TILE_KV);
+      const Place next = w.place_of_key(p, tile * cfg::TILE_KV);
       load_keys(next);
       load_values(place);
       place = next;
@@ -167,12 +167,13 @@ __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights
   }
 }
 
-// Zeros take the place of values from row `count` of a tile on, which are no keys of the sequence: weights of 0 would
-// make NaN of a NaN. All consumers store the same. (The swizzle stays within a row.)
-__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][cfg::TILE_KV * CHUNK], int count, const Lane& at) {
+// Zeros take the place of a tile's rows from `count` on, which are none of the sequence: of values, as weights of 0
+// would make NaN of a NaN; all consumers store the same. (The swizzle stays within a row.)
+template <int ROWS>
+__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][ROWS * CHUNK], int count, const Lane& at) {
   constexpr int VECTORS = ROW_BYTES / 16;  // of a row of a chunk
 #pragma unroll 1
-  for (int i = count * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < cfg::TILE_KV * VECTORS;
+  for (int i = max(0, count) * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < ROWS * VECTORS;
        i += GROUP_THREADS) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
@@ -372,6 +373,10 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
 
       ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
       q_phase ^= 1;
+      // A sequence shall not depend on the next: maxima of a warp's rows are taken together.
+      if (p.cu_seqlens_q != nullptr && w.num_tokens < (at.group + 1) * GROUP_ROWS) {
+        clear_rows<GROUP_ROWS>(sm.q[at.group], w.num_tokens - at.group * GROUP_ROWS, at);
+      }
       turns.begin();
       ptx::mbarrier_wait(&sm.k_full[first.stage], first.phase);
       ptx::wgmma_fence();
@@ -385,9 +390,9 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       if (tile >= w.full_tiles) hide(s, p, w, tile, at);
       absorb(weights, s, state, factors, true, by);
       // TMA itself puts zeros behind the end of an array.
-      if (w.kv_len < p.capacity && w.kv_len < w.key_tiles * cfg::TILE_KV) {
+      if (w.k0 + w.kv_len < p.capacity && w.kv_len < w.key_tiles * cfg::TILE_KV) {
         ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
-        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
+        clear_rows<cfg::TILE_KV>(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
       }
 
       const auto step = [&](auto masked) {

@@ -120,7 +120,6 @@ class PrefillCall:
     def beyond_tiles(self) -> str:
         """Say why `prefill_sm90.cu` does not have a call of these options and layouts; empty if it may."""
         reasons = (
-            (self.cu_seqlens_k is not None, "k and v are ragged"),
             (self.window[0] >= 0, "the window has a left bound"),
             (bool(self.softcap), "there is a softcap"),
             (self.sinks is not None, "there are sinks"),

@@ -167,19 +167,23 @@ class TiledPrefillPlan:
 
     @cached_property
     def num_tiles(self) -> int:
-        """Tiles of query tokens of a sequence."""
-        return ceil_div(self.problem.num_tokens, self.config.tile_q)
+        """Tiles of query tokens of a sequence; of ragged ones, the most that all of them together can have."""
+        p, tile_q = self.problem, self.config.tile_q
+        if not p.ragged:
+            return ceil_div(p.num_tokens, tile_q)
+        # A sequence with tokens has less than one tile that is not full.
+        return p.num_tokens // tile_q + min(p.batch, p.num_tokens)
 
     @cached_property
     def num_streams(self) -> int:
-        """KV heads of sequences."""
-        return self.problem.num_kv_heads * self.problem.batch
+        """KV heads, of sequences unless these are ragged."""
+        return self.problem.num_kv_heads * (1 if self.problem.ragged else self.problem.batch)
 
     @cached_property
     def streams_at_once(self) -> int:
-        """KV heads of sequences whose tiles are worked on together, those of the last rows first.
+        """KV heads (of sequences, unless these are ragged) whose tiles are worked on together.
 
-        As many as have K and V in half of the L2 cache; and where these are few, so many that each has some CTAs at
+        Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so many that each has some CTAs at
         once, which read the same keys at about the same time: whenever others begin, tiles are long again, and CTAs
         that have the longest of two rounds are behind.
         """
@@ -190,7 +194,7 @@ class TiledPrefillPlan:
 
     @cached_property
     def num_items(self) -> int:
-        """Tiles of query tokens of all heads."""
+        """Tiles of query tokens of all heads; of ragged sequences the most that there can be."""
         return self.num_tiles * self.num_streams * self.problem.group
 
     @cached_property
@@ -211,9 +215,10 @@ class TiledPrefillPlan:
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
+        tokens = f"{p.num_tokens} query tokens" + (" in all" if p.ragged else "")
         lines = [
             f"prefill on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
-            f"  problem    batch {p.batch}, {p.num_tokens} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
+            f"  problem    batch {p.batch}, {tokens}, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
             f"  kernel     prefill_sm90: {c.tile_q} query tokens x {c.tile_kv} keys, {c.consumers} warpgroups of ",
             f"  launch     grid {self.grid}, block {self.block[0]}, {self.num_items} items",
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
@@ -240,7 +245,6 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
         (p.k_format is not KvFormat.RAW16 or p.v_format is not KvFormat.RAW16, "K and V are not both in 16 bits"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
-        (p.ragged, "q is ragged"),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
         (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),
         (beyond_tiles != "", beyond_tiles),
@@ -249,7 +253,7 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         return replace(plan, reason=reason)
     tiled = TiledPrefillPlan(problem, device, tiled_config_of(p))
     rows = tiled.config.tile_q
-    if 2 * p.num_tokens < rows:
+    if 2 * p.total_tokens < rows * p.batch:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")
     if plan.num_splits > 1 and tiled.busy < _MIN_BUSY:
         return replace(plan, reason=f"{tiled.num_items} tiles of query tokens: keys are rather cut into splits")

@@ -146,16 +146,18 @@ struct PrefillParams {
 
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
-  TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
+  TensorMap q_map;  // [batch or 1, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
   TensorMap k_map;  // [num_pages, page_size, num_kv_heads, head_dim], of TILE_KV tokens of a page
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads
   const u8* k;
   const u8* v;
-  u8* out;                // as q
-  float* lse;             // as q without head_dim, contiguous, natural log; null: not wanted
-  const int* kv_len;      // [batch], tokens; null: capacity
-  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
+  u8* out;                  // as q
+  float* lse;               // as q without head_dim, contiguous, natural log; null: not wanted
+  const int* cu_seqlens_q;  // [batch + 1], where the tokens of each sequence begin; null: not ragged
+  const int* cu_seqlens_k;  // [batch + 1], as cu_seqlens_q; null: pages
+  const int* kv_len;        // [batch], tokens; null: capacity
+  const int* page_table;    // [batch, max_pages]; null: page b is all of sequence b
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
@@ -171,19 +173,20 @@ struct TiledPrefillParams {
   i64 kv_len_stride;
   i64 page_table_stride_batch;
   i64 page_table_stride_page;
-  int num_tokens;  // of q, of a sequence
+  int batch;
+  int num_tokens;  // of q, of a sequence or of all ragged ones
   int num_qo_heads;
   int num_kv_heads;
   int group;                 // query heads per KV head
   int page_size;             // tokens
-  int capacity;              // tokens of k and v, of a sequence
+  int capacity;              // tokens of k and v, of a sequence or of all ragged ones
   int window_right;          // as in DecodeParams
-  int num_tiles;             // of a sequence's query tokens
-  int num_streams;           // KV heads of sequences
+  int num_tiles;             // of query tokens, of a sequence or of all ragged ones
+  int num_streams;           // KV heads, or KV heads of sequences
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[8];           // a tensor map aligns to 128 bytes
+  int reserved[3];           // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -119,7 +119,7 @@ def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
     plan = cuattn.plan_prefill(q[:, :, :16], k, k, kv_len=32768)
     assert plan.num_splits == 4
     assert f"splits     4, {4 * 512 * 16 * 130 * 4} bytes of workspace" in str(plan)
-    ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
+    ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512], device="sm_80")
     assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
     assert "splits     1, 0 bytes of workspace" in str(ragged)
 
@@ -182,8 +182,7 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
     for call, options, reason in (
         (arrays(dim=96), {}, "head_dim is none of 64, 128, 256"),
         (arrays(dtype=np.float32), {}, "K and V are not both in 16 bits"),
-        ((q[0], k[0], v[0]), {"cu_seqlens_q": [0, 4096]}, "q is ragged"),
-        ((q[:1], k[0], v[0]), {"cu_seqlens_k": [0, 4096]}, "k and v are ragged"),
+        ((q[0], k[0], v[0]), {"cu_seqlens_q": range(0, 4097, 64)}, "fewer query tokens than half of a tile of 192"),
         (
             (q, k[:, :96], v[:, :96]),
             {"page_table": table, "kv_len": 7},
@@ -197,6 +196,22 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
         ((q, k, np.broadcast_to(v[:1], v.shape)), {}, "v has a stride of 0 bytes"),
     ):
         assert cuattn.plan_prefill(*call, **options).reason == reason
+
+
+def test_ragged_sequences_have_as_many_tiles_as_they_can_have() -> None:
+    q, k, v = arrays()
+    for options, keys in (
+        ({"cu_seqlens_k": [0, 2000, 3000, 4096]}, k[0]),
+        ({"kv_len": 7}, np.resize(k, (3, *k.shape[1:]))),
+    ):
+        plan = cuattn.plan_prefill(q[0], keys, keys, cu_seqlens_q=[0, 1000, 1001, 4096], **options)
+        assert isinstance(plan, cuattn.TiledPrefillPlan)
+        assert plan.num_tiles == 4096 // 192 + 3
+        assert plan.num_items == 32 * plan.num_tiles
+        assert plan.num_streams == 8
+        assert "batch 3, 4096 query tokens in all" in str(plan)
+    plan = cuattn.plan_prefill(q, k[0], v[0], cu_seqlens_k=[0, 2000, 4096])
+    assert isinstance(plan, cuattn.TiledPrefillPlan)
 
 
 def test_few_tiles_for_many_keys_are_cut_into_splits() -> None:

@@ -1,6 +1,7 @@
 """prefill_sm90.cu on a Hopper GPU, against the reference, and what must not change its result."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import cupy
@@ -42,10 +43,11 @@ def launch(
     device = DEVICE if num_ctas is None else replace(DEVICE, num_sms=num_ctas)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = nans(call.out_shape, call.q.dtype), nans(call.out_shape[:-1], np.float32)
-    kv_len = None if call.kv_len is None else to_device(call.kv_len)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
+    lengths = {name: to_device(getattr(call, name)) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map, **lengths)
     _jit.kernel(config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
-    return cupy.asnumpy(out), cupy.asnumpy(lse)
+    out, lse = cupy.asnumpy(out), cupy.asnumpy(lse)
+    return (out[0], lse[0]) if call.ragged else (out, lse)
 
 
 def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -58,13 +60,14 @@ def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray
 def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data: st.DataObject) -> None:
     problem = data.draw(
         strategies.prefill_problems(
-            rows=ROWS, lengths=KEYS, q_layouts=("dense",),
-            kv_layouts=("paged",) if config.paged else ("dense", "padded"), page_sizes=(64, 128, 192),
+            rows=ROWS, lengths=KEYS, kv_layouts=("paged",) if config.paged else ("ragged", "dense", "padded"),
+            page_sizes=(64, 128, 192),
             windows=WINDOWS, softcaps=(None,), sinks=(False,),
             choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
         )
     )  # fmt: skip
-    assume(problem.seqlens[0][0] > 0 and (problem.kv_layout != "dense" or problem.seqlens[0][1] > 0))
+    tokens, keys = (sum(lengths) for lengths in zip(*problem.seqlens, strict=True))
+    assume(tokens > 0 and (problem.kv_layout in {"padded", "paged"} or keys > 0))
     assert_prefill(problem, *run(problem, num_ctas=data.draw(st.sampled_from((None, 1, 3)))))
 
 
@@ -141,12 +144,47 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(config: _plan.
 
 @every_config
 def test_keys_past_a_length_do_not_matter(config: _plan.TiledPrefillConfig) -> None:
-    """They are NaN; lengths are on and beside the edges of tiles of keys, of which a sequence may have none."""
-    layout = {"kv_layout": "paged" if config.paged else "padded"}
-    for causal in (False, True):
+    """They are NaN, or of another sequence; lengths are on and beside the edges of tiles of keys, of which a sequence
+    may have none.
+    """
+    layouts = ("paged",) if config.paged else ("padded", "ragged")
+    for causal, kv_layout in product((False, True), layouts):
         for lengths in ((500, 0, 1, 63, 64, 65), (17, 79, 80, 81, 95, 96, 97, 159, 161, 499)):
-            problem = of(config, seqlens=tuple((300, n) for n in lengths), causal=causal, **layout)
+            problem = of(config, seqlens=tuple((300, n) for n in lengths), causal=causal, kv_layout=kv_layout)
             assert_prefill(problem, *run(problem))
+
+
+@pytest.mark.parametrize("kv_layout", ["ragged", "dense", "padded", "paged"])
+def test_a_sequence_gives_the_same_bits_wherever_it_lies(kv_layout: str) -> None:
+    """Beside others whose queries are NaN, of which there are more than a warp looks at at once."""
+    problem = replace(BASE, kv_layout="padded", seqlens=((297, 710),))
+    expected = run(problem, tile_kv=64)
+    tokens = [(n % 7, 710 if kv_layout == "dense" else n % 5) for n in range(100)]
+    many = replace(problem, q_layout="ragged", kv_layout=kv_layout, page_size=64, seqlens=((297, 710), *tokens))
+    q, k, v = many.arrays()
+    spoiled = q.copy()
+    spoiled[297:] = np.nan
+    for arrays in ((q, k, v), (spoiled, k, v)):
+        got = launch(arrays, many.options(), tile_kv=64)
+        assert_same_bits(tuple(x[None, :297] for x in got), expected)
+
+
+@pytest.mark.parametrize("kv_layout", ["ragged", "padded", "paged"])
+def test_sequences_may_have_no_queries_or_no_keys(kv_layout: str) -> None:
+    seqlens = ((0, 5), (333, 0), (0, 0), (129, 20), (0, 70), (5, 64), (400, 900), (0, 0))
+    for num_ctas in (None, 1, 50):
+        problem = replace(BASE, q_layout="ragged", kv_layout=kv_layout, seqlens=seqlens, page_size=64)
+        assert_prefill(problem, *run(problem, num_ctas=num_ctas))
+
+
+def test_ragged_lengths_on_the_device_are_held_to_what_there_is() -> None:
+    seqlens = ((70, 100), (0, 50), (230, 64))
+    problem = replace(BASE, q_layout="ragged", kv_layout="ragged", seqlens=seqlens)
+    wild = {
+        "cu_seqlens_q": np.array([-5, 70, 70, 2**31 - 1], np.int32),
+        "cu_seqlens_k": np.array([-(2**31), 100, 150, 10**9], np.int32),
+    }
+    assert_same_bits(launch(problem.arrays(), problem.options() | wild), run(problem))
 
 
 @pytest.mark.parametrize("kv_layout", ["padded", "paged"])

@@ -44,7 +44,8 @@ def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choice
 
 def has_keys_and_queries(problem: PrefillProblem) -> bool:
     """Other calls are for the other kernel."""
-    return problem.seqlens[0][0] > 0 and (problem.kv_layout != "dense" or problem.seqlens[0][1] > 0)
+    tokens, keys = (sum(lengths) for lengths in zip(*problem.seqlens, strict=True))
+    return tokens > 0 and (problem.kv_layout in {"padded", "paged"} or keys > 0)
 
 
 def check(problem: PrefillProblem, **choices: Any) -> None:
@@ -53,8 +54,8 @@ def check(problem: PrefillProblem, **choices: Any) -> None:
 
 @given(
     problem=prefill_problems(
-        rows=ROWS, lengths=KEYS, q_layouts=("dense",), kv_layouts=("dense", "padded", "paged"), page_sizes=(64, 192),
-        windows=WINDOWS, softcaps=(None,), sinks=(False,), groups=(1, 2, 3),
+        rows=ROWS, lengths=KEYS, page_sizes=(64, 192), windows=WINDOWS, softcaps=(None,), sinks=(False,),
+        groups=(1, 2, 3),
         choices=tuple(("raw16", "raw16", *of, None) for of in SMALL),
     ),
     seed=st.integers(0, 5),
@@ -80,10 +81,10 @@ def test_unusual_scores_obey_the_error_law(values: str, *, causal: bool) -> None
         check(replace(BASE, values=values, causal=causal, dtype=dtype, head_dim=head_dim, seqlens=((70, 150),)), seed=1)
 
 
-@pytest.mark.parametrize("kv_layout", ["padded", "paged"])
+@pytest.mark.parametrize("kv_layout", ["padded", "paged", "ragged"])
 @pytest.mark.parametrize(("dtype", "head_dim"), list(SMALL))
 def test_keys_past_a_length_do_not_matter(dtype: str, head_dim: int, kv_layout: str) -> None:
-    """They are NaN; lengths are on and beside the edges of tiles of keys, of which a sequence may have none."""
+    """They are NaN, or of another sequence; lengths are on and beside edges of tiles, of which there may be none."""
     for causal in (False, True):
         for lengths in ((128, 0, 1, 15, 16), (17, 63, 64, 65, 200)):
             check(replace(BASE, seqlens=tuple((130, n) for n in lengths), num_kv_heads=1, group=1, dtype=dtype,
@@ -100,8 +101,43 @@ def test_lengths_on_the_device_are_held_to_what_there_is(kv_layout: str) -> None
         options["page_table"][1] = options["page_table"][0]
     capacity = arrays[1].shape[1] * (3 if kv_layout == "paged" else 1)
     options["kv_len"] = np.array([capacity, 0], np.int32)
-    got = run(problem, arrays, **options, device_kv_len=np.array([2**31 - 1, -(2**31)], np.int32))
+    got = run(problem, arrays, **options, device_lengths={"kv_len": np.array([2**31 - 1, -(2**31)], np.int32)})
     assert_same_bits(got, run(problem, arrays, **options))
+
+
+def test_ragged_lengths_on_the_device_are_held_to_what_there_is() -> None:
+    problem = replace(BASE, q_layout="ragged", kv_layout="ragged", seqlens=((70, 100), (0, 50), (130, 64)), causal=True)
+    wild = {
+        "cu_seqlens_q": np.array([-5, 70, 70, 2**31 - 1], np.int32),
+        "cu_seqlens_k": np.array([-(2**31), 100, 150, 10**9], np.int32),
+    }
+    assert_same_bits(run(problem, device_lengths=wild), run(problem))
+
+
+@pytest.mark.parametrize("kv_layout", ["ragged", "dense", "padded", "paged"])
+def test_a_sequence_gives_the_same_bits_wherever_it_lies(kv_layout: str) -> None:
+    """Beside others whose queries are NaN, of which there are more than a warp looks at at once."""
+    problem = replace(BASE, kv_layout="padded", seqlens=((97, 210),), causal=True)
+    expected = run(problem)
+    others = 40 if kv_layout != "dense" else 2
+    tokens = [(n % 7, 210 if kv_layout == "dense" else n % 5) for n in range(others)]
+    many = replace(problem, q_layout="ragged", kv_layout=kv_layout, page_size=64, seqlens=((97, 210), *tokens))
+    q, k, v = many.arrays()
+    spoiled = q.copy()
+    spoiled[97:] = np.nan
+    for arrays in ((q, k, v), (spoiled, k, v)):
+        assert_same_bits(tuple(x[None, :97] for x in run(many, arrays)), expected)
+
+
+@pytest.mark.parametrize("q_layout", ["ragged", "dense"])
+@pytest.mark.parametrize("kv_layout", ["ragged", "padded", "paged"])
+def test_sequences_may_have_no_queries_or_no_keys(q_layout: str, kv_layout: str) -> None:
+    seqlens = ((0, 5), (33, 0), (0, 0), (129, 20), (0, 70), (5, 64))
+    if q_layout == "dense":
+        seqlens = tuple((33, n) for _, n in seqlens)
+    for num_ctas in (1, 50):
+        problem = replace(BASE, q_layout=q_layout, kv_layout=kv_layout, seqlens=seqlens, page_size=64, causal=True)
+        check(problem, num_ctas=num_ctas)
 
 
 def test_lengths_and_pages_may_be_any_views() -> None:
@@ -113,7 +149,7 @@ def test_lengths_and_pages_may_be_any_views() -> None:
     view[...] = options["page_table"]
     lengths = np.full(4, -1, np.int32)[::2]
     lengths[...] = options["kv_len"]
-    got = run(problem, page_table=view, device_kv_len=lengths)
+    got = run(problem, page_table=view, device_lengths={"kv_len": lengths})
     assert_same_bits(got, expected)
 
 
@@ -207,22 +243,23 @@ RISING_OF_32 = replace(RISING, dtype="bfloat16")
 CAUSAL_OF_32 = replace(CAUSAL, dtype="bfloat16")
 WIDE = replace(CAUSAL, head_dim=128)
 PADDED = replace(CAUSAL, kv_layout="padded", seqlens=((150, 210), (150, 90)))
+RAGGED = replace(CAUSAL, q_layout="ragged", kv_layout="ragged", seqlens=((150, 210), (0, 20), (70, 90)), num_kv_heads=1)
 PAGED = replace(PADDED, kv_layout="paged", page_size=64)
 # name: (problem, file, text, what takes its place)
 FAULTS = {
     "rows of V beyond kv_len are left": (
         PADDED,
         KERNEL,
-        "        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);\n",
+        "        clear_rows<cfg::TILE_KV>(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);\n",
         "",
     ),
     "the first row of V beyond kv_len is left": (
         PADDED,
         KERNEL,
-        "int i = count * VECTORS",
-        "int i = (count + 1) * VECTORS",
+        "max(0, count) * VECTORS",
+        "max(0, count + 1) * VECTORS",
     ),
-    "the last row of V is cleared": (PADDED, KERNEL, "int i = count * VECTORS", "int i = (count - 1) * VECTORS"),
+    "the last row of V is cleared": (PADDED, KERNEL, "max(0, count) * VECTORS", "max(0, count - 1) * VECTORS"),
     "V is cleared before it is there": (
         PADDED,
         KERNEL,
@@ -233,10 +270,10 @@ FAULTS = {
     "queries aligned to the end of the array": (
         PADDED,
         ITEMS,
-        "p.num_tokens, kv_len, -1",
-        "p.num_tokens, p.capacity, -1",
+        "seqlen_q, kv_len, -1",
+        "seqlen_q, p.capacity, -1",
     ),
-    "the page of another tile": (PAGED, KERNEL, "w.place(p, tile * cfg::TILE_KV)", "w.place(p, 0)"),
+    "the page of another tile": (PAGED, KERNEL, "w.place_of_key(p, tile * cfg::TILE_KV)", "w.place_of_key(p, 0)"),
     "V from the page of other keys": (
         PAGED,
         KERNEL,
@@ -249,6 +286,15 @@ FAULTS = {
         "batch * p.page_table_stride_batch",
         "0 * p.page_table_stride_batch",
     ),
+    "the first ragged sequence for all": (
+        RAGGED,
+        "common/ragged.cuh",
+        "found.batch = b0 + source;",
+        "found.batch = b0;",
+    ),
+    "ragged queries begin at 0": (RAGGED, ITEMS, "w.q0 = uniform(found.first);", "w.q0 = 0;"),
+    "ragged keys begin at 0": (RAGGED, ITEMS, "w.k0 = uniform(w.k0);", "w.k0 = 0;"),
+    "values of the next ragged sequence": (RAGGED, KERNEL, "if (w.k0 + w.kv_len < p.capacity", "if (w.kv_len < 0"),
     "values that are not finite in another page": (
         replace(PAGED, values="normal", seqlens=((150, 210), (150, 210))),
         ITEMS,
@@ -404,9 +450,12 @@ SEEDS = 6
 
 
 def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
-    """The arrays of a problem; with a value of the last token that is not finite for faults about these."""
+    """The arrays of a problem; for faults about values that are not finite with one, of the last token or the next."""
     q, k, v = problem.arrays()
-    if "finite" in name:
+    if "next ragged" in name:
+        v = v.copy()
+        v[problem.seqlens[0][1], 0, 7] = np.inf
+    elif "finite" in name:
         v = v.copy()
         last = problem.seqlens[0][1] - 1
         if problem.kv_layout == "paged":

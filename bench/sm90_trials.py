@@ -56,7 +56,7 @@ def _variant(
     call = _check.prefill(*arrays, causal=causal)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=_tiled.tensor_map, **_NO_LENGTHS)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=None, encode=_tiled.tensor_map, **_NO_LENGTHS)
     if order == "heads that fit L2":
         params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
     grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid

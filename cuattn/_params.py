@@ -167,6 +167,7 @@ TILED_PREFILL = _struct(
     cu_seqlens_k=_POINTER,
     kv_len=_POINTER,
     page_table=_POINTER,
+    sinks=_POINTER,
     q_stride_batch=_I64,
     q_stride_token=_I64,
     q_stride_head=_I64,
@@ -189,13 +190,16 @@ TILED_PREFILL = _struct(
     group=_I32,
     page_size=_I32,
     capacity=_I32,
+    window_left=_I32,
     window_right=_I32,
     num_tiles=_I32,
     num_streams=_I32,
     streams_at_once=_I32,
     num_items=_I32,
     softmax_scale_log2=_F32,
-    reserved=np.dtype((_I32, 3)),
+    softcap_log2=_F32,
+    scale_over_softcap=_F32,
+    reserved=np.dtype((_I32, 30)),
 )
 
 QUANTIZE = _struct(

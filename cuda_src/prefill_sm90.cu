@@ -37,6 +37,7 @@ struct Smem {
   u64 q_full[cfg::CONSUMERS], q_empty[cfg::CONSUMERS];
   u64 k_full[cfg::NUM_STAGES], k_empty[cfg::NUM_STAGES];
   u64 v_full[cfg::NUM_STAGES], v_empty[cfg::NUM_STAGES];
+  Item items[CONSUMER_WARPS];  // what each warp works on
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
@@ -82,7 +83,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   Ring keys, values;
   u32 q_phase = 0;
   for_items(p, [&](const Item& w) {
-    if (threadIdx.x % WARP != 0 || w.key_tiles == 0) return;
+    if (threadIdx.x % WARP != 0 || !w.has_keys()) return;
     const auto load_keys = [&](const Place& at) {
       ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
       load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
@@ -93,7 +94,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
       load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
       values.advance();
     };
-    Place place = w.place_of_key(p, (w.key_tiles - 1) * cfg::TILE_KV);
+    Place place = w.place_of_key(p, (w.tiles.hi - 1) * cfg::TILE_KV);
     load_keys(place);
 #pragma unroll 1
     for (int group = 0; group < cfg::CONSUMERS; ++group) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     }
     q_phase ^= 1;
 #pragma unroll 1
-    for (int tile = w.key_tiles - 2; tile >= 0; --tile) {
+    for (int tile = w.tiles.hi - 2; tile >= w.tiles.lo; --tile) {
       const Place next = w.place_of_key(p, tile * cfg::TILE_KV);
       load_keys(next);
       load_values(place);
@@ -182,18 +183,42 @@ __device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][ROWS * CHUNK], i
   ptx::bar_sync(FIRST_CLEARED + at.group, GROUP_THREADS);  // the zeros are there
 }
 
-// Scores of keys that a row does not see.
+// Scores of keys that a row does not see. The two ends of a window are apart, as tiles hardly ever have both.
 __device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, const Item& w, int tile, const Lane& at) {
+  const int key0 = tile * cfg::TILE_KV + 2 * at.t;  // of this lane
+  if (tile >= w.full.hi) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int hi = w.end_of_keys(p, at.row(r)) - tile * cfg::TILE_KV - 2 * at.t;
+    for (int r = 0; r < 2; ++r) {
+      const int hi = w.keys(p, at.row(r)).hi - key0;
 #pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n) {
+      for (int n = 0; n < KEY_TILES; ++n) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (n * 8 + j >= hi) s[4 * n + 2 * r + j] = neg_inf();
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j >= hi) s[4 * n + 2 * r + j] = neg_inf();
+        }
       }
     }
+  }
+  if (tile < w.full.lo) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lo = w.keys(p, at.row(r)).lo - key0;
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j < lo) s[4 * n + 2 * r + j] = neg_inf();
+        }
+      }
+    }
+  }
+}
+
+// Raw products as they are before the factor.
+__device__ __forceinline__ void cap(Scores& s, const TiledPrefillParams& p) {
+  if constexpr (cfg::SOFTCAP) {
+#pragma unroll
+    for (int i = 0; i < KEY_TILES * 4; ++i) s[i] = softmax::softcap(s[i] * p.scale_over_softcap, p.softcap_log2);
   }
 }
 
@@ -231,6 +256,14 @@ __device__ __forceinline__ void scale(Outputs& o, const float (&by)[2]) {
   for (int i = 0; i < DIM_TILES * 4; ++i) o[i] *= by[i / 2 % 2];
 }
 
+// Adds the head's sink to (m, l), and returns what normalizes outputs.
+__device__ __forceinline__ float finish(const TiledPrefillParams& p, const Item& w, float& m, float& l) {
+  if (p.sinks == nullptr) return softmax::inverse_sum(l);
+  const float keys_m = m;
+  softmax::add_sink(__ldg(p.sinks + w.head), m, l);
+  return softmax::inverse_sum(l) * softmax::weight(keys_m, m);
+}
+
 // Normalizes and stores the warp's rows. Four lanes have four times four bytes of a row each: after an exchange each of
 // them has sixteen successive ones.
 __device__ __forceinline__ void store(const Outputs& o, const State& state, const TiledPrefillParams& p, const Item& w,
@@ -239,10 +272,9 @@ __device__ __forceinline__ void store(const Outputs& o, const State& state, cons
   for (int r = 0; r < 2; ++r) {
     const int row = at.row(r);
     const bool is_there = row < w.num_tokens;
-    const float by = softmax::inverse_sum(state.l[0][r]);
-    if (at.t == 0 && is_there && p.lse != nullptr) {
-      p.lse[w.flat(p, row)] = softmax::lse(state.maximum(0, r), state.l[0][r]);
-    }
+    float m = state.maximum(0, r), l = state.l[0][r];
+    const float by = finish(p, w, m, l);
+    if (at.t == 0 && is_there && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
     u8* out = w.out(p, row) + at.t * 16;
 #pragma unroll
     for (int d = 0; d < DIM_TILES; d += 4) {
@@ -282,10 +314,13 @@ __device__ __forceinline__ bool is_bad(const Outputs& o) {
 }
 
 __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, const Item& w, const Lane& at) {
-  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, w.kv_len);
+  const int begin = w.tiles.lo * cfg::TILE_KV, end = min(w.tiles.hi * cfg::TILE_KV, w.kv_len);
+  const KeyRange seen{w.keys(p, at.row0 + 15).lo, w.keys(p, at.row0).hi};  // by all rows
   bool bad = false;
 #pragma unroll 1
-  for (int key = first; key < last; ++key) {
+  for (int key = begin; key < end; ++key) {
+    if (seen.lo <= key && key < seen.hi) key = seen.hi;
+    if (key >= end) break;
     const u16* row = reinterpret_cast<const u16*>(w.value(p, key));
 #pragma unroll 1
     for (int dim = at.lane; dim < cfg::HEAD_DIM; dim += WARP) {
@@ -308,9 +343,9 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) q[i] = load(w.query(p, row), i), o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     float m = neg_inf(), l = 0.f;
-    const int end = w.end_of_keys(p, row);
+    const KeyRange keys = w.keys(p, row);
 #pragma unroll 1
-    for (int key = 0; key < end; ++key) {
+    for (int key = keys.lo; key < keys.hi; ++key) {
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -319,7 +354,9 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
       }
 #pragma unroll
       for (int bit = 1; bit < WARP; bit *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, bit);
-      const float x = sum * p.softmax_scale_log2, m_new = fmaxf(m, x);
+      const float x =
+          cfg::SOFTCAP ? softmax::softcap(sum * p.scale_over_softcap, p.softcap_log2) : sum * p.softmax_scale_log2;
+      const float m_new = fmaxf(m, x);
       const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
       m = m_new;
       l = l * by + weight;
@@ -330,8 +367,8 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
         o[i].z = o[i].z * by + weight * v.z, o[i].w = o[i].w * by + weight * v.w;
       }
     }
+    const float by = finish(p, w, m, l);
     if (at.lane == 0 && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
-    const float by = softmax::inverse_sum(l);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const int dim = (i * WARP + at.lane) * 4;
@@ -353,21 +390,27 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     return ptx::smem_desc<128>(sm.v[stage][0], cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS);
   };
   Factors factors{};
-  factors.fill([&](int, int) { return p.softmax_scale_log2; });
+  factors.fill([&](int, int) { return cfg::SOFTCAP ? 1.f : p.softmax_scale_log2; });
   int count = 0;  // of tiles so far
   u32 q_phase = 0;
   if (at.group == cfg::CONSUMERS - 1) turns.end();  // the first one begins
 
-  for_items(p, [&](const Item& w) {
+  for_items(p, [&](const Item& found) {
+    // In shared memory, which leaves registers to the loop over its tiles.
+    Item& w = sm.items[at.row0 / 16];
+    __syncwarp();  // all have read the one before
+    if (at.lane == 0) w = found;
+    __syncwarp();  // it is there
+    const int first_tile = found.tiles.lo, first_full = found.full.lo, end_full = found.full.hi;
     State state;
     Outputs o;
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
-    if (w.key_tiles > 0) {
+    if (found.has_keys()) {
       Scores s;
       Weights weights;
       float by[2];
-      int tile = w.key_tiles - 1;
+      int tile = found.tiles.hi - 1;
       const int last = count + tile;
       const Ring first = ring_of(count);
 
@@ -386,11 +429,12 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::wgmma_wait<0>();
       ptx::read_behind(s);
       release(&sm.k_empty[first.stage], at);
-      if (tile == 0) release(&sm.q_empty[at.group], at);
-      if (tile >= w.full_tiles) hide(s, p, w, tile, at);
+      if (tile == first_tile) release(&sm.q_empty[at.group], at);
+      cap(s, p);
+      if (!found.is_full(tile)) hide(s, p, w, tile, at);
       absorb(weights, s, state, factors, true, by);
       // TMA itself puts zeros behind the end of an array.
-      if (w.k0 + w.kv_len < p.capacity && w.kv_len < w.key_tiles * cfg::TILE_KV) {
+      if (w.k0 + w.kv_len < p.capacity && w.kv_len < w.tiles.hi * cfg::TILE_KV) {
         ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
         clear_rows<cfg::TILE_KV>(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
       }
@@ -412,7 +456,8 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         ptx::wgmma_wait<1>();
         ptx::read_behind(s);
         release(&sm.k_empty[keys.stage], at);
-        if (tile == 0) release(&sm.q_empty[at.group], at);
+        if (tile == first_tile) release(&sm.q_empty[at.group], at);
+        cap(s, p);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
         if constexpr (cfg::WEIGH_FIRST) {
           const bool grew = weigh(s, state, factors, by);
@@ -428,13 +473,20 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
           if (absorb(weights, s, state, factors, false, by)) scale(o, by);
         }
       };
+      // Tiles whose keys all rows see are neighbors.
 #pragma unroll 1
-      while (tile > w.full_tiles) step(Flag<true>{});
+      while (tile > first_tile) {
+        if (tile <= first_full || tile > end_full) {
+          step(Flag<true>{});
+        } else {
 #pragma unroll 1
-      while (tile > 0) step(Flag<false>{});
+          do step(Flag<false>{});
+          while (tile > first_full);
+        }
+      }
 
-      const Ring values = ring_of(last);
-      count = last + 1;
+      const Ring values = ring_of(last - tile);
+      count = last - tile + 1;
       ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
       ptx::wgmma_fence();
       begin_outputs(o, weights, values_at(values.stage));

@@ -19,6 +19,8 @@ _GROUP_WARPS, GROUP_ROWS = 4, 64
 # Registers of a thread, of the producer and of consumers, by the number of consumers: together those of an SM.
 _REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 _TILE_ALIGN = 1024
+# What a warp keeps of its work, `Item` in common/prefill_items.cuh.
+_ITEM_BYTES = 52
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
 _CTAS_OF_A_STREAM = 6
@@ -47,6 +49,8 @@ class TiledPrefillConfig:
         maximum of each tile, as scores are not kept.
     paged : bool
         Whether keys are in pages, which have whole tiles.
+    softcap : bool
+        Whether scores are capped; the hyperbolic tangent of each takes longer than all else that is done with it.
     """
 
     dtype: Dtype
@@ -57,13 +61,14 @@ class TiledPrefillConfig:
     take_turns: bool = True
     weigh_first: bool = True
     paged: bool = False
+    softcap: bool = False
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.dtype.value}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
+        return f"{self.dtype.value}, head_dim {self.head_dim}{', paged' * self.paged}{', softcap' * self.softcap}"
 
     @property
     def tile_q(self) -> int:
@@ -77,10 +82,11 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, and mbarriers."""
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, and items."""
         row = self.head_dim * self.dtype.itemsize
         barriers = 8 * (2 * self.consumers + 4 * self.num_stages)
-        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers, _TILE_ALIGN)
+        items = self.consumers * _GROUP_WARPS * _ITEM_BYTES
+        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers + items, _TILE_ALIGN)
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
@@ -95,6 +101,7 @@ class TiledPrefillConfig:
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
             "PAGED": self.paged,
+            "SOFTCAP": self.softcap,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
             "SMEM_BYTES": self.smem_bytes,
@@ -126,25 +133,30 @@ _PAGED_TILES = {
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4),
     256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True),
 }
+# With a softcap: the temporaries of hyperbolic tangents take the registers of more keys.
+_CAPPED_TILES = {256: TiledPrefillTile(2, 32, 4, weigh_first=True)}
 
 
-def tiled_prefill_config(dtype: Dtype, head_dim: int, *, paged: bool = False) -> TiledPrefillConfig:
+def tiled_prefill_config(
+    dtype: Dtype, head_dim: int, *, paged: bool = False, softcap: bool = False
+) -> TiledPrefillConfig:
     """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
-    tile = (_PAGED_TILES if paged else _TILES)[head_dim]
-    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), paged=paged)
+    tiles = (_PAGED_TILES if paged else _TILES) | (_CAPPED_TILES if softcap else {})
+    tile = tiles[head_dim]
+    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), paged=paged, softcap=softcap)
 
 
 def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
     """Return the config of a call that `prefill_sm90.cu` has."""
-    return tiled_prefill_config(problem.dtype, problem.head_dim, paged=problem.page_size > 0)
+    return tiled_prefill_config(problem.dtype, problem.head_dim, paged=problem.page_size > 0, softcap=problem.softcap)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     """Every config that `prefill` can ask for on a device."""
     if device.arch != ARCH:
         return []
-    choices = product((Dtype.FP16, Dtype.BF16), _TILES, (False, True))
-    return [tiled_prefill_config(dtype, dim, paged=paged) for dtype, dim, paged in choices]
+    choices = product((Dtype.FP16, Dtype.BF16), _TILES, (False, True), (False, True))
+    return [tiled_prefill_config(dtype, dim, paged=paged, softcap=softcap) for dtype, dim, paged, softcap in choices]
 
 
 @dataclass(frozen=True)
@@ -183,9 +195,9 @@ class TiledPrefillPlan:
     def streams_at_once(self) -> int:
         """KV heads (of sequences, unless these are ragged) whose tiles are worked on together.
 
-        Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so many that each has some CTAs at
-        once, which read the same keys at about the same time: whenever others begin, tiles are long again, and CTAs
-        that have the longest of two rounds are behind.
+        Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so
+        many that each has some CTAs at once, which read the same keys at about the same time: whenever others begin,
+        tiles are long again, and CTAs that have the longest of two rounds are behind.
         """
         p = self.problem
         row = 2 * p.head_dim * p.dtype.itemsize

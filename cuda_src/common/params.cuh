@@ -158,6 +158,7 @@ struct TiledPrefillParams {
   const int* cu_seqlens_k;  // [batch + 1], as cu_seqlens_q; null: pages
   const int* kv_len;        // [batch], tokens; null: capacity
   const int* page_table;    // [batch, max_pages]; null: page b is all of sequence b
+  const float* sinks;       // [num_qo_heads], score of a key whose value is zero; null: none
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
@@ -177,16 +178,19 @@ struct TiledPrefillParams {
   int num_tokens;  // of q, of a sequence or of all ragged ones
   int num_qo_heads;
   int num_kv_heads;
-  int group;                 // query heads per KV head
-  int page_size;             // tokens
-  int capacity;              // tokens of k and v, of a sequence or of all ragged ones
-  int window_right;          // as in DecodeParams
+  int group;        // query heads per KV head
+  int page_size;    // tokens
+  int capacity;     // tokens of k and v, of a sequence or of all ragged ones
+  int window_left;  // as in DecodeParams
+  int window_right;
   int num_tiles;             // of query tokens, of a sequence or of all ragged ones
   int num_streams;           // KV heads, or KV heads of sequences
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[3];           // a tensor map aligns to 128 bytes
+  float softcap_log2;        // softcap * log2(e); with cfg::SOFTCAP
+  float scale_over_softcap;  // softmax_scale / softcap
+  int reserved[30];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

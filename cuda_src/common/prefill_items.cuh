@@ -18,13 +18,15 @@ struct Item {
   int q0, k0;              // first tokens of the sequence among all ragged ones, else 0
   int seqlen_q, kv_len;    // its lengths
   int token0, num_tokens;  // `num_tokens` of them are there
-  int key_tiles;           // that any row sees
-  int full_tiles;          // the first of them, of which all rows see all keys
+  KeyRange tiles;          // of keys that any row sees
+  KeyRange full;           // of those that all rows see; full.lo > full.hi: none
 
-  // The first key that row `row` does not see; the rows that pad a tile see what the last one sees.
-  __device__ __forceinline__ int end_of_keys(const TiledPrefillParams& p, int row) const {
-    return visible_keys(token0 + min(row, num_tokens - 1), seqlen_q, kv_len, -1, p.window_right).hi;
+  // What row `row` sees; the rows that pad a tile see what the last one sees.
+  __device__ __forceinline__ KeyRange keys(const TiledPrefillParams& p, int row) const {
+    return visible_keys(token0 + min(row, num_tokens - 1), seqlen_q, kv_len, p.window_left, p.window_right);
   }
+  __device__ __forceinline__ bool has_keys() const { return tiles.hi > tiles.lo; }
+  __device__ __forceinline__ bool is_full(int tile) const { return full.lo <= tile && tile < full.hi; }
   // Of a row.
   __device__ __forceinline__ Place place_of_row(const TiledPrefillParams& p, int row) const {
     return {p.cu_seqlens_q != nullptr ? 0 : batch, q0 + token0 + row};
@@ -102,8 +104,11 @@ __device__ __forceinline__ bool find_item(const TiledPrefillParams& p, int index
     const u8* length = reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride;
     w.kv_len = uniform(max(0, min(p.capacity, __ldg(reinterpret_cast<const int*>(length)))));
   }
-  w.key_tiles = (w.end_of_keys(p, cfg::TILE_Q) + cfg::TILE_KV - 1) / cfg::TILE_KV;
-  w.full_tiles = w.end_of_keys(p, 0) / cfg::TILE_KV;
+  const KeyRange first = w.keys(p, 0), last = w.keys(p, cfg::TILE_Q);
+  w.tiles.lo = first.lo / cfg::TILE_KV;
+  w.tiles.hi = max(w.tiles.lo, (last.hi + cfg::TILE_KV - 1) / cfg::TILE_KV);
+  w.full.lo = (last.lo + cfg::TILE_KV - 1) / cfg::TILE_KV;
+  w.full.hi = first.hi / cfg::TILE_KV;
   return true;
 }
 

@@ -174,7 +174,8 @@ def tiled_prefill_arrays(
 
     lengths = {name: getattr(call, name) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
     lengths |= dict(device_lengths or {})
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, encode=encode, **lengths)
+    sinks = None if call.sinks is None else call.sinks.astype(np.float32)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=sinks, encode=encode, **lengths)
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
         memory=[call.q, call.k.rows, call.v.rows],

@@ -64,9 +64,8 @@ def build_kernels(selected: Sequence[PrefillCase]) -> None:
     device = _arrays.device(_arrays.import_cupy().cuda.Device().id)
     configs: dict[_plan.PrefillConfig | _plan.TiledPrefillConfig, None] = {}
     for case in selected:
-        beyond_tiles = "window" if case.window is not None else ""
         with suppress(ValueError):
-            configs[_plan.choose_prefill(case.problem, device, beyond_tiles).config] = None
+            configs[_plan.choose_prefill(case.problem, device).config] = None
     missing = [config for config in configs if not _jit.cubin_path(config, device.arch).exists()]
     if missing:
         workers = min(len(missing), os.cpu_count() or 1)

@@ -36,6 +36,8 @@ _CHOICES: tuple[dict[str, bool], ...] = (
 )
 _ORDERS = ("", "heads that fit L2", "a CTA an item")
 
+_NO_LENGTHS = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k"))
+
 
 def _arrays_of(head_dim: int) -> tuple[Any, ...]:
     heads, kv_heads = _HEADS[head_dim]
@@ -54,7 +56,7 @@ def _variant(
     call = _check.prefill(*arrays, causal=causal)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=None, encode=_tiled.tensor_map)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=None, encode=_tiled.tensor_map, **_NO_LENGTHS)
     if order == "heads that fit L2":
         params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
     grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid
@@ -65,8 +67,7 @@ def _variant(
 def _by_prefill_mma(arrays: tuple[Any, ...], *, causal: bool) -> Any:  # noqa: ANN401  CuPy has no types
     device, call = _arrays.device(0), _check.prefill(*arrays, causal=causal)
     plan, out = _plan.prefill_plan(call.problem, device, 1), cupy.empty(call.out_shape, call.q.dtype)
-    lengths = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
-    params = _prefill.params_of(call, plan, out=out, lse=None, parts=None, states=None, **lengths)
+    params = _prefill.params_of(call, plan, out=out, lse=None, parts=None, states=None, sinks=None, **_NO_LENGTHS)
     _jit.kernel(plan.config, 0, device.arch).launch(plan.grid, plan.block, params)
     return out
 

@@ -253,7 +253,10 @@ def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
         begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
         sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
         if isinstance(plan, _plan.TiledPrefillPlan):
-            tiled = tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
+            tiled = tiled_params_of(
+                call, plan, out=out, lse=lse, kv_len=kv_len, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k,
+                sinks=sinks, encode=_tiled.tensor_map,
+            )  # fmt: skip
             _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
             return out, lse
         parts = states = None
@@ -353,6 +356,9 @@ def tiled_params_of(
     out: Array,
     lse: Array | None,
     kv_len: Array | None,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    sinks: Array | None,
     encode: Callable[[_tiled.TensorTiles], np.void],
 ) -> np.ndarray[Any, Any]:
     """Fill the parameters of `prefill_sm90.cu`; arrays as in `params_of`.
@@ -373,23 +379,28 @@ def tiled_params_of(
     """
     problem, config = plan.problem, plan.config
     values: dict[str, Any] = {
+        "batch": problem.batch,
         "num_tokens": problem.num_tokens,
         "num_qo_heads": problem.num_qo_heads,
         "num_kv_heads": problem.num_kv_heads,
         "group": problem.group,
         "page_size": call.k.page_size,
         "capacity": problem.max_kv_len,
+        "window_left": call.window[0],
         "window_right": 0 if call.causal else call.window[1],
         "num_tiles": plan.num_tiles,
         "num_streams": plan.num_streams,
         "streams_at_once": plan.streams_at_once,
         "num_items": plan.num_items,
         "softmax_scale_log2": call.softmax_scale * math.log2(math.e),
+        "softcap_log2": call.softcap * math.log2(math.e),
+        "scale_over_softcap": call.softmax_scale / call.softcap if call.softcap else 0.0,
         "kv_len_stride": 0 if kv_len is None else kv_len.strides[0],
     }
     arrays = {
         "q": call.q, "k": call.k.rows, "v": call.v.rows, "k_norms": call.k.norms, "v_norms": call.v.norms, "out": out,
-        "lse": lse, "kv_len": kv_len, "page_table": call.page_table,
+        "lse": lse, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "kv_len": kv_len,
+        "page_table": call.page_table, "sinks": sinks,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     for name, axes in _TILED_AXES.items():

@@ -83,6 +83,7 @@ class PrefillProblem:
     max_kv_len: int
     ragged: bool = False
     page_size: int = 0  # tokens; 0: keys are not in pages
+    softcap: bool = False
     visible_keys: int | None = None  # the most that a token sees, where a window bounds them on both sides
 
     @property

@@ -1,6 +1,5 @@
-// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, and keys and values, which may
-// be padded or in pages.
-// SPDX-License-Identifier: Apache-2.0
+// prefill_sm90.cu -- FlashAttention prefill with TMA and wgmma (sm_90a): 16-bit queries, keys and values: dense,
+// padded, ragged, and in pages. SPDX-License-Identifier: Apache-2.0
 //
 //   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
 //   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles, or all expand codes
@@ -44,6 +43,7 @@ struct Smem {
   u64 k_full[cfg::NUM_STAGES], k_empty[cfg::NUM_STAGES];
   u64 v_full[cfg::NUM_STAGES], v_empty[cfg::NUM_STAGES];
   float k_log2_scale[cfg::NUM_STAGES], v_log2_scale[cfg::NUM_STAGES];  // of tiles that are expanded
+  Item items[CONSUMER_WARPS];                                          // what each warp works on
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
@@ -106,20 +106,20 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   typename K::Expander key_codes;
   typename V::Expander value_codes;
   for_items(p, [&](const Item& w) {
-    if ((!EXPANDS && !asks) || w.key_tiles == 0) return;
-    const int last = w.key_tiles - 1, end = w.end_of_keys(p, cfg::TILE_Q);
+    if ((!EXPANDS && !asks) || !w.has_keys()) return;
+    const int last = w.tiles.hi - 1, end = w.keys(p, cfg::TILE_Q).hi;
     const auto fetch_keys = [&](const Place& at, int tile) {
-      key_codes.fetch(w.keys(p, at, end - tile * cfg::TILE_KV));
+      key_codes.fetch(w.key_rows(p, at, end - tile * cfg::TILE_KV));
     };
     const auto fetch_values = [&](const Place& at, int tile) {
-      value_codes.fetch(w.values(p, at, end - tile * cfg::TILE_KV));
+      value_codes.fetch(w.value_rows(p, at, end - tile * cfg::TILE_KV));
     };
     const auto load_keys = [&](const Place& at, const Place& next, int tile) {
       if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
       if constexpr (K::EXPANDED) {
         key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage]);
         publish(&sm.k_full[keys.stage]);
-        if (tile > 0) fetch_keys(next, tile - 1);
+        if (tile > w.tiles.lo) fetch_keys(next, tile - 1);
       } else if (asks) {
         load_tile<cfg::TILE_KV>(sm.k[keys.stage], p.k_map, &sm.k_full[keys.stage], w.kv_head, at.token, at.page);
       }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
       if constexpr (V::EXPANDED) {
         value_codes.expand(reinterpret_cast<u8*>(sm.v[values.stage]), sm.v_log2_scale[values.stage]);
         publish(&sm.v_full[values.stage]);
-        if (tile > 0) fetch_values(next, tile - 1);
+        if (tile > w.tiles.lo) fetch_values(next, tile - 1);
       } else if (asks) {
         load_tile<cfg::TILE_KV>(sm.v[values.stage], p.v_map, &sm.v_full[values.stage], w.kv_head, at.token, at.page);
       }
@@ -140,16 +140,17 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
 #pragma unroll 1
       for (int group = 0; group < cfg::CONSUMERS; ++group) {
         ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);
-        load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, w.token0 + group * GROUP_ROWS, w.batch);
+        const Place at = w.place_of_row(p, group * GROUP_ROWS);
+        load_tile<GROUP_ROWS>(sm.q[group], p.q_map, &sm.q_full[group], w.head, at.token, at.page);
       }
       q_phase ^= 1;
     };
-    Place before{}, at = w.place(p, last * cfg::TILE_KV);
+    Place before{}, at = w.place_of_key(p, last * cfg::TILE_KV);
     if (K::EXPANDED) fetch_keys(at, last);
     if (V::EXPANDED) fetch_values(at, last);
 #pragma unroll 1
-    for (int tile = last; tile >= 0; --tile) {
-      const Place next = tile > 0 ? w.place(p, (tile - 1) * cfg::TILE_KV) : at;
+    for (int tile = last; tile >= w.tiles.lo; --tile) {
+      const Place next = tile > w.tiles.lo ? w.place_of_key(p, (tile - 1) * cfg::TILE_KV) : at;
       load_keys(at, next, tile);
       if (!K::EXPANDED && asks && tile == last) load_queries();
       if (BEHIND == 0) load_values(at, next, tile);
@@ -215,12 +216,13 @@ __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights
   }
 }
 
-// Zeros take the place of values from row `count` of a tile on, which are no keys of the sequence: weights of 0 would
-// make NaN of a NaN. All consumers store the same. (The swizzle stays within a row.)
-__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][cfg::TILE_KV * CHUNK], int count, const Lane& at) {
+// Zeros take the place of a tile's rows from `count` on, which are none of the sequence: of values, as weights of 0
+// would make NaN of a NaN; all consumers store the same. (The swizzle stays within a row.)
+template <int ROWS>
+__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][ROWS * CHUNK], int count, const Lane& at) {
   constexpr int VECTORS = ROW_BYTES / 16;  // of a row of a chunk
 #pragma unroll 1
-  for (int i = count * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < cfg::TILE_KV * VECTORS;
+  for (int i = max(0, count) * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < ROWS * VECTORS;
        i += GROUP_THREADS) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
@@ -229,18 +231,42 @@ __device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][cfg::TILE_KV * C
   ptx::bar_sync(FIRST_CLEARED + at.group, GROUP_THREADS);  // the zeros are there
 }
 
-// Scores of keys that a row does not see.
+// Scores of keys that a row does not see. The two ends of a window are apart, as tiles hardly ever have both.
 __device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, const Item& w, int tile, const Lane& at) {
+  const int key0 = tile * cfg::TILE_KV + 2 * at.t;  // of this lane
+  if (tile >= w.full.hi) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int hi = w.end_of_keys(p, at.row(r)) - tile * cfg::TILE_KV - 2 * at.t;
+    for (int r = 0; r < 2; ++r) {
+      const int hi = w.keys(p, at.row(r)).hi - key0;
 #pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n) {
+      for (int n = 0; n < KEY_TILES; ++n) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (n * 8 + j >= hi) s[4 * n + 2 * r + j] = neg_inf();
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j >= hi) s[4 * n + 2 * r + j] = neg_inf();
+        }
       }
     }
+  }
+  if (tile < w.full.lo) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lo = w.keys(p, at.row(r)).lo - key0;
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j < lo) s[4 * n + 2 * r + j] = neg_inf();
+        }
+      }
+    }
+  }
+}
+
+// Raw products as they are before the factor.
+__device__ __forceinline__ void cap(Scores& s, const TiledPrefillParams& p) {
+  if constexpr (cfg::SOFTCAP) {
+#pragma unroll
+    for (int i = 0; i < KEY_TILES * 4; ++i) s[i] = softmax::softcap(s[i] * p.scale_over_softcap, p.softcap_log2);
   }
 }
 
@@ -278,6 +304,14 @@ __device__ __forceinline__ void scale(Outputs& o, const float (&by)[2]) {
   for (int i = 0; i < DIM_TILES * 4; ++i) o[i] *= by[i / 2 % 2];
 }
 
+// Adds the head's sink to (m, l), and returns what normalizes outputs.
+__device__ __forceinline__ float finish(const TiledPrefillParams& p, const Item& w, float& m, float& l) {
+  if (p.sinks == nullptr) return softmax::inverse_sum(l);
+  const float keys_m = m;
+  softmax::add_sink(__ldg(p.sinks + w.head), m, l);
+  return softmax::inverse_sum(l) * softmax::weight(keys_m, m);
+}
+
 // Normalizes and stores the warp's rows. Four lanes have four times four bytes of a row each: after an exchange each of
 // them has sixteen successive ones.
 __device__ __forceinline__ void store(const Outputs& o, const State& state, const TiledPrefillParams& p, const Item& w,
@@ -286,10 +320,9 @@ __device__ __forceinline__ void store(const Outputs& o, const State& state, cons
   for (int r = 0; r < 2; ++r) {
     const int row = at.row(r);
     const bool is_there = row < w.num_tokens;
-    const float by = softmax::inverse_sum(state.l[0][r]);
-    if (at.t == 0 && is_there && p.lse != nullptr) {
-      p.lse[w.flat(p, row)] = softmax::lse(state.maximum(0, r), state.l[0][r]);
-    }
+    float m = state.maximum(0, r), l = state.l[0][r];
+    const float by = finish(p, w, m, l);
+    if (at.t == 0 && is_there && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
     u8* out = w.out(p, row) + at.t * 16;
 #pragma unroll
     for (int d = 0; d < DIM_TILES; d += 4) {
@@ -329,10 +362,15 @@ __device__ __forceinline__ bool is_bad(const Outputs& o) {
 }
 
 __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, const Item& w, const Lane& at) {
-  const int first = w.end_of_keys(p, at.row0), last = min(w.key_tiles * cfg::TILE_KV, w.kv_len);
+  const int begin = w.tiles.lo * cfg::TILE_KV, end = min(w.tiles.hi * cfg::TILE_KV, w.kv_len);
+  const KeyRange seen{w.keys(p, at.row0 + 15).lo, w.keys(p, at.row0).hi};  // by all rows
   bool bad = false;
 #pragma unroll 1
-  for (int key = first; key < last; ++key) bad |= V::is_bad(w.values(p, w.place(p, key), 1), at.lane);
+  for (int key = begin; key < end; ++key) {
+    if (seen.lo <= key && key < seen.hi) key = seen.hi;
+    if (key >= end) break;
+    bad |= V::is_bad(w.value_rows(p, w.place_of_key(p, key), 1), at.lane);
+  }
   return __any_sync(FULL_MASK, bad);
 }
 
@@ -343,11 +381,11 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
     Row q, o{};
     SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, {w.query(p, row), nullptr, 0, 0, 1}, at.lane);
     float m = neg_inf(), l = 0.f;
-    const int end = w.end_of_keys(p, row);
+    const KeyRange keys = w.keys(p, row);
 #pragma unroll 1
-    for (int key = 0; key < end; ++key) {
+    for (int key = keys.lo; key < keys.hi; ++key) {
       Row k, v;
-      K::load_row(k, w.keys(p, w.place(p, key), 1), at.lane);
+      K::load_row(k, w.key_rows(p, w.place_of_key(p, key), 1), at.lane);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Row::VECTORS; ++i) {
@@ -355,19 +393,21 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
       }
 #pragma unroll
       for (int bit = 1; bit < WARP; bit *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, bit);
-      const float x = sum * p.softmax_scale_log2, m_new = fmaxf(m, x);
+      const float x =
+          cfg::SOFTCAP ? softmax::softcap(sum * p.scale_over_softcap, p.softcap_log2) : sum * p.softmax_scale_log2;
+      const float m_new = fmaxf(m, x);
       const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
       m = m_new;
       l = l * by + weight;
-      V::load_row(v, w.values(p, w.place(p, key), 1), at.lane);
+      V::load_row(v, w.value_rows(p, w.place_of_key(p, key), 1), at.lane);
 #pragma unroll
       for (int i = 0; i < Row::VECTORS; ++i) {
         o.x[i].x = o.x[i].x * by + weight * v.x[i].x, o.x[i].y = o.x[i].y * by + weight * v.x[i].y;
         o.x[i].z = o.x[i].z * by + weight * v.x[i].z, o.x[i].w = o.x[i].w * by + weight * v.x[i].w;
       }
     }
+    const float by = finish(p, w, m, l);
     if (at.lane == 0 && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
-    const float by = softmax::inverse_sum(l);
 #pragma unroll
     for (int i = 0; i < Row::VECTORS; ++i) {
       const int dim = Row::dim(i, at.lane);
@@ -404,12 +444,25 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     return ptx::smem_desc<128>(sm.v[stage][0], cfg::TILE_KV * ROW_BYTES, EIGHT_ROWS);
   };
   Factors factors{};
-  factors.fill([&](int, int) { return p.softmax_scale_log2; });
+  factors.fill([&](int, int) { return cfg::SOFTCAP ? 1.f : p.softmax_scale_log2; });
   int count = 0;  // of tiles so far
   u32 q_phase = 0;
   if (at.group == cfg::CONSUMERS - 1) turns.end();  // the first one begins
 
-  for_items(p, [&](const Item& w) {
+  for_items(p, [&](const Item& found) {
+    // Tiles that the rows of this warpgroup see, if it has any, and see whole.
+    const int first_row = at.group * GROUP_ROWS, last_row = first_row + GROUP_ROWS - 1;
+    KeyRange own = found.tiles_of(p, first_row, last_row);
+    if (first_row >= found.num_tokens || own.lo == own.hi) own = {found.tiles.lo, found.tiles.lo};
+    const KeyRange full = found.full_tiles_of(p, first_row, last_row);
+    // The item is in shared memory, which leaves registers to the loop over its tiles.
+    Item& w = sm.items[at.row0 / 16];
+    __syncwarp();  // all have read the one before
+    if (at.lane == 0) {
+      w = found;
+      w.full = full;
+    }
+    __syncwarp();  // it is there
     State state;
     float q_scale[2] = {};   // of Q where it is rotated
     float log2_scale = 0.f;  // of the values that weights are for
@@ -430,39 +483,42 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       }
     };
     if constexpr (K::EXPANDED) {
-      if (w.key_tiles > 0) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
+      if (found.has_keys()) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
     }
     Outputs o;
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
-    const int last = count + w.key_tiles - 1;  // tile `t` is number last - t of all
-    const int group_row = at.group * GROUP_ROWS;
-    const int key_tiles = group_row < w.num_tokens ? w.tiles_of_keys(p, group_row + GROUP_ROWS - 1) : 0;
-    const int full_tiles = w.end_of_keys(p, group_row) / cfg::TILE_KV;
-    // Tiles that only rows of other warpgroups see, or all if it has no rows. Each is waited for, as arrivals for two
-    // phases could meet in one.
+    const int last = count + found.tiles.hi - 1;  // tile `t` is number last - t of all
+    // Tiles that only rows of other warpgroups see. Each is waited for, as arrivals for two phases could meet in one.
+    const auto leave_out = [&](int first, int end) {
 #pragma unroll 1
-    for (int tile = w.key_tiles - 1; tile >= key_tiles; --tile) {
-      const Ring unseen = ring_of(last - tile);
-      turns.begin();
-      turns.end();
-      ptx::mbarrier_wait(&sm.k_full[unseen.stage], unseen.phase);
-      release(&sm.k_empty[unseen.stage], at);
-      ptx::mbarrier_wait(&sm.v_full[unseen.stage], unseen.phase);
-      release(&sm.v_empty[unseen.stage], at);
-    }
-    if (!K::EXPANDED && w.key_tiles > 0) {
+      for (int tile = end - 1; tile >= first; --tile) {
+        const Ring unseen = ring_of(last - tile);
+        turns.begin();
+        turns.end();
+        ptx::mbarrier_wait(&sm.k_full[unseen.stage], unseen.phase);
+        release(&sm.k_empty[unseen.stage], at);
+        ptx::mbarrier_wait(&sm.v_full[unseen.stage], unseen.phase);
+        release(&sm.v_empty[unseen.stage], at);
+      }
+    };
+    leave_out(own.hi, found.tiles.hi);
+    if (!K::EXPANDED && found.has_keys()) {
       ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
       q_phase ^= 1;
-      if (key_tiles == 0) release(&sm.q_empty[at.group], at);
+      if (own.lo == own.hi) release(&sm.q_empty[at.group], at);
     }
-    if (key_tiles > 0) {
+    if (own.lo < own.hi) {
       Scores s;
       Weights weights;
       float by[2];
-      int tile = key_tiles - 1;
+      int tile = own.hi - 1;
       const Ring first = ring_of(last - tile);
 
+      // A sequence shall not depend on the next: maxima of a warp's rows are taken together.
+      if (!K::EXPANDED && p.cu_seqlens_q != nullptr && w.num_tokens < (at.group + 1) * GROUP_ROWS) {
+        clear_rows<GROUP_ROWS>(sm.q[at.group], w.num_tokens - at.group * GROUP_ROWS, at);
+      }
       turns.begin();
       ptx::mbarrier_wait(&sm.k_full[first.stage], first.phase);
       ptx::wgmma_fence();
@@ -473,14 +529,15 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(s);
       scale_scores(first.stage);
       release(&sm.k_empty[first.stage], at);
-      if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);
-      if (tile >= full_tiles) hide(s, p, w, tile, at);
+      if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
+      cap(s, p);
+      if (tile < full.lo || tile >= full.hi) hide(s, p, w, tile, at);
       scale_weights(first);
       absorb(weights, s, state, factors, true, by);
       // TMA itself puts zeros behind the end of an array.
-      if (!V::EXPANDED && w.kv_len < p.capacity && w.kv_len < key_tiles * cfg::TILE_KV) {
+      if (!V::EXPANDED && w.k0 + w.kv_len < p.capacity && w.kv_len < own.hi * cfg::TILE_KV) {
         ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
-        clear_rows(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
+        clear_rows<cfg::TILE_KV>(sm.v[first.stage], w.kv_len - tile * cfg::TILE_KV, at);
       }
 
       const auto step = [&](auto masked) {
@@ -501,7 +558,8 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         ptx::read_behind(s);
         scale_scores(keys.stage);
         release(&sm.k_empty[keys.stage], at);
-        if (!K::EXPANDED && tile == 0) release(&sm.q_empty[at.group], at);
+        if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
+        cap(s, p);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
         scale_weights(keys);
         if constexpr (cfg::WEIGH_FIRST) {
@@ -518,12 +576,19 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
           if (absorb(weights, s, state, factors, false, by)) scale(o, by);
         }
       };
+      // Tiles whose keys all rows see are neighbors.
 #pragma unroll 1
-      while (tile > full_tiles) step(Flag<true>{});
+      while (tile > own.lo) {
+        if (tile <= full.lo || tile > full.hi) {
+          step(Flag<true>{});
+        } else {
 #pragma unroll 1
-      while (tile > 0) step(Flag<false>{});
+          do step(Flag<false>{});
+          while (tile > full.lo);
+        }
+      }
 
-      const Ring values = ring_of(last);
+      const Ring values = ring_of(last - tile);
       if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);
       ptx::wgmma_fence();
       begin_outputs(o, weights, values_at(values.stage));
@@ -532,7 +597,8 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(o);
       release(&sm.v_empty[values.stage], at);
     }
-    count = last + 1;
+    leave_out(w.tiles.lo, own.lo);
+    count = last - w.tiles.lo + 1;
     if (V::EXPANDED) state.shift(-log2_scale);
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {

@@ -113,6 +113,7 @@ class PrefillCall:
             max_kv_len=self.max_pages * self.k.page_size,
             ragged=self.ragged,
             page_size=0 if self.page_table is None else self.k.page_size,
+            softcap=bool(self.softcap),
             visible_keys=None if min(left, right) < 0 else left + right + 1,
         )
 
@@ -120,10 +121,6 @@ class PrefillCall:
     def beyond_tiles(self) -> str:
         """Say why `prefill_sm90.cu` does not have a call of these options and layouts; empty if it may."""
         reasons = (
-            (self.cu_seqlens_k is not None, "k and v are ragged"),
-            (self.window[0] >= 0, "the window has a left bound"),
-            (bool(self.softcap), "there is a softcap"),
-            (self.sinks is not None, "there are sinks"),
             (self.softmax_scale <= 0, "softmax_scale is not positive"),
             (self.k.mean is not None or self.v.mean is not None, "k or v has a mean"),
         )

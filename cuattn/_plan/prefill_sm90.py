@@ -19,6 +19,8 @@ _GROUP_WARPS, GROUP_ROWS = 4, 64
 # Registers of a thread of each warpgroup together, and the most that one may have.
 _GROUP_REGISTERS, _MOST_REGISTERS = REGISTERS_PER_SM // (_GROUP_WARPS * WARP), 240
 _TILE_ALIGN = 1024
+# What a warp keeps of its work, `Item` in common/prefill_items.cuh.
+_ITEM_BYTES = 52
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
 _CTAS_OF_A_STREAM = 6
@@ -51,6 +53,8 @@ class TiledPrefillConfig:
         Of keys and values.
     paged : bool
         Whether keys are in pages, which have whole tiles.
+    softcap : bool
+        Whether scores are capped; the hyperbolic tangent of each takes longer than all else that is done with it.
     """
 
     dtype: Dtype
@@ -64,6 +68,7 @@ class TiledPrefillConfig:
     k_format: KvFormat = KvFormat.RAW16
     v_format: KvFormat = KvFormat.RAW16
     paged: bool = False
+    softcap: bool = False
 
     kernel = "prefill_sm90"
     ctas_per_sm = 1
@@ -71,7 +76,8 @@ class TiledPrefillConfig:
     def describe(self) -> str:
         """One line for people."""
         formats = f", {self.k_format.value} keys, {self.v_format.value} values" if self.uses_tbq4 else ""
-        return f"{self.dtype.value}{formats}, head_dim {self.head_dim}{', paged' if self.paged else ''}"
+        options = f"{', paged' * self.paged}{', softcap' * self.softcap}"
+        return f"{self.dtype.value}{formats}, head_dim {self.head_dim}{options}"
 
     @property
     def uses_tbq4(self) -> bool:
@@ -90,10 +96,12 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, and a scale of each tile."""
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, a scale of each tile, and items."""
         row = self.head_dim * self.dtype.itemsize
         barriers, scales = 8 * (2 * self.consumers + 4 * self.num_stages), 4 * 2 * self.num_stages
-        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + barriers + scales, _TILE_ALIGN)
+        items = self.consumers * _GROUP_WARPS * _ITEM_BYTES
+        rest = barriers + scales + items
+        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + rest, _TILE_ALIGN)
 
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
@@ -110,6 +118,7 @@ class TiledPrefillConfig:
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
             "PAGED": self.paged,
+            "SOFTCAP": self.softcap,
             "PRODUCER_REGISTERS": self.producer_registers,
             "CONSUMER_REGISTERS": min(consumer, _MOST_REGISTERS),
             "SMEM_BYTES": self.smem_bytes,
@@ -131,16 +140,16 @@ class TiledPrefillTile:
 
 # By head_dim; docs/prefill.md has the sums and the trials.
 _TILES = {
-    64: TiledPrefillTile(3, 96, 4),
-    128: TiledPrefillTile(3, 80, 3),
-    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=40),
+    64: TiledPrefillTile(3, 96, 4, producer_registers=56),
+    128: TiledPrefillTile(3, 80, 3, producer_registers=56),
+    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=48),
 }
 # Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
 PAGED_TILE_KV = 64
 _PAGED_TILES = {
-    64: TiledPrefillTile(3, PAGED_TILE_KV, 4),
-    128: TiledPrefillTile(3, PAGED_TILE_KV, 4),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=40),
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=48),
 }
 # Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers.
 _TBQ4_TILES = {
@@ -153,16 +162,24 @@ _PAGED_TBQ4_TILES = {
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
     256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=64),
 }
-# Asking TMA takes some, too.
-_MIXED_TILES = _TBQ4_TILES | {128: _PAGED_TBQ4_TILES[128]}
+# With a softcap: the temporaries of hyperbolic tangents take the registers of more keys.
+_CAPPED_TILES = {256: TiledPrefillTile(2, 32, 4, weigh_first=True, producer_registers=40)}
+# Asking TMA takes some, too. In pages as elsewhere.
+_MIXED_TILES = {
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=72),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=80),
+}
 
 
-def _tile_of(head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool) -> TiledPrefillTile:
+def _tile_of(
+    head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool, softcap: bool
+) -> TiledPrefillTile:
     if KvFormat.TBQ4 not in (k_format, v_format):
-        return (_PAGED_TILES if paged else _TILES)[head_dim]
-    if paged:
-        return _PAGED_TBQ4_TILES[head_dim]
-    return (_TBQ4_TILES if k_format is v_format else _MIXED_TILES)[head_dim]
+        return ((_PAGED_TILES if paged else _TILES) | (_CAPPED_TILES if softcap else {}))[head_dim]
+    if k_format is not v_format:
+        return _MIXED_TILES[head_dim]
+    return (_PAGED_TBQ4_TILES if paged else _TBQ4_TILES)[head_dim]
 
 
 def tiled_prefill_config(
@@ -172,16 +189,21 @@ def tiled_prefill_config(
     v_format: KvFormat = KvFormat.RAW16,
     *,
     paged: bool = False,
+    softcap: bool = False,
 ) -> TiledPrefillConfig:
     """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
-    tile = _tile_of(head_dim, k_format, v_format, paged=paged)
-    return TiledPrefillConfig(dtype, head_dim, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged)
+    tile = _tile_of(head_dim, k_format, v_format, paged=paged, softcap=softcap)
+    return TiledPrefillConfig(
+        dtype, head_dim, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged, softcap=softcap
+    )
 
 
 def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
     """Return the config of a call that `prefill_sm90.cu` has."""
     p = problem
-    return tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0)
+    return tiled_prefill_config(
+        p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0, softcap=p.softcap
+    )
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
@@ -189,8 +211,12 @@ def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     if device.arch != ARCH:
         return []
     formats = tuple(product((KvFormat.RAW16, KvFormat.TBQ4), repeat=2))
-    choices = product((Dtype.FP16, Dtype.BF16), _TILES, formats, (False, True))
-    return [tiled_prefill_config(dtype, dim, *of, paged=paged) for dtype, dim, of, paged in choices]
+    choices = product((Dtype.FP16, Dtype.BF16), _TILES, formats, (False, True), (False, True))
+    return [
+        tiled_prefill_config(dtype, dim, *of, paged=paged, softcap=softcap)
+        for dtype, dim, of, paged, softcap in choices
+        if not softcap or KvFormat.TBQ4 not in of
+    ]
 
 
 @dataclass(frozen=True)
@@ -213,21 +239,25 @@ class TiledPrefillPlan:
 
     @cached_property
     def num_tiles(self) -> int:
-        """Tiles of query tokens of a sequence."""
-        return ceil_div(self.problem.num_tokens, self.config.tile_q)
+        """Tiles of query tokens of a sequence; of ragged ones, the most that all of them together can have."""
+        p, tile_q = self.problem, self.config.tile_q
+        if not p.ragged:
+            return ceil_div(p.num_tokens, tile_q)
+        # A sequence with tokens has less than one tile that is not full.
+        return p.num_tokens // tile_q + min(p.batch, p.num_tokens)
 
     @cached_property
     def num_streams(self) -> int:
-        """KV heads of sequences."""
-        return self.problem.num_kv_heads * self.problem.batch
+        """KV heads, of sequences unless these are ragged."""
+        return self.problem.num_kv_heads * (1 if self.problem.ragged else self.problem.batch)
 
     @cached_property
     def streams_at_once(self) -> int:
-        """KV heads of sequences whose tiles are worked on together, those of the last rows first.
+        """KV heads (of sequences, unless these are ragged) whose tiles are worked on together.
 
-        As many as have K and V in half of the L2 cache; and where these are few, so many that each has some CTAs at
-        once, which read the same keys at about the same time: whenever others begin, tiles are long again, and CTAs
-        that have the longest of two rounds are behind.
+        Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so
+        many that each has some CTAs at once, which read the same keys at about the same time: whenever others begin,
+        tiles are long again, and CTAs that have the longest of two rounds are behind.
         """
         p = self.problem
         row = sum(row_bytes(f, p.dtype, p.head_dim) for f in (p.k_format, p.v_format))
@@ -236,7 +266,7 @@ class TiledPrefillPlan:
 
     @cached_property
     def num_items(self) -> int:
-        """Tiles of query tokens of all heads."""
+        """Tiles of query tokens of all heads; of ragged sequences the most that there can be."""
         return self.num_tiles * self.num_streams * self.problem.group
 
     @cached_property
@@ -257,9 +287,10 @@ class TiledPrefillPlan:
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
+        tokens = f"{p.num_tokens} query tokens" + (" in all" if p.ragged else "")
         lines = [
             f"prefill on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
-            f"  problem    batch {p.batch}, {p.num_tokens} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
+            f"  problem    batch {p.batch}, {tokens}, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
             f"  kernel     prefill_sm90: {c.tile_q} query tokens x {c.tile_kv} keys, {c.consumers} warpgroups of ",
             f"  launch     grid {self.grid}, block {self.block[0]}, {self.num_items} items",
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
@@ -285,8 +316,8 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
     reasons = (
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
         (p.dtype is Dtype.FP32, "q is not in 16 bits"),
+        (p.softcap and KvFormat.TBQ4 in (p.k_format, p.v_format), "there is a softcap beside TBQ4"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
-        (p.ragged, "q is ragged"),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
         (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),
         (beyond_tiles != "", beyond_tiles),
@@ -295,7 +326,7 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         return replace(plan, reason=reason)
     tiled = TiledPrefillPlan(problem, device, tiled_config_of(p))
     rows = tiled.config.tile_q
-    if 2 * p.num_tokens < rows:
+    if 2 * p.total_tokens < rows * p.batch:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")
     if plan.num_splits > 1 and tiled.busy < _MIN_BUSY:
         return replace(plan, reason=f"{tiled.num_items} tiles of query tokens: keys are rather cut into splits")

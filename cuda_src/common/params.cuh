@@ -146,18 +146,21 @@ struct PrefillParams {
 
 // Of prefill_sm90.cu.
 struct TiledPrefillParams {
-  TensorMap q_map;  // [batch, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
+  TensorMap q_map;  // [batch or 1, num_tokens, num_qo_heads, head_dim], boxes of 64 tokens of a head and 64 of head_dim
   TensorMap k_map;  // [num_pages, page_size, num_kv_heads, head_dim], of TILE_KV tokens of a page; if in 16 bits
   TensorMap v_map;
   const u8* q;  // the same arrays, for ordinary loads
   const u8* k;
   const u8* v;
-  const u8* k_norms;      // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
-  const u8* v_norms;      // as k_norms
-  u8* out;                // as q
-  float* lse;             // as q without head_dim, contiguous, natural log; null: not wanted
-  const int* kv_len;      // [batch], tokens; null: capacity
-  const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
+  const u8* k_norms;        // [num_pages, page_size, num_kv_heads] norms of the rows; null: a format without norms
+  const u8* v_norms;        // as k_norms
+  u8* out;                  // as q
+  float* lse;               // as q without head_dim, contiguous, natural log; null: not wanted
+  const int* cu_seqlens_q;  // [batch + 1], where the tokens of each sequence begin; null: not ragged
+  const int* cu_seqlens_k;  // [batch + 1], as cu_seqlens_q; null: pages
+  const int* kv_len;        // [batch], tokens; null: capacity
+  const int* page_table;    // [batch, max_pages]; null: page b is all of sequence b
+  const float* sinks;       // [num_qo_heads], score of a key whose value is zero; null: none
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
@@ -179,19 +182,23 @@ struct TiledPrefillParams {
   i64 kv_len_stride;
   i64 page_table_stride_batch;
   i64 page_table_stride_page;
-  int num_tokens;  // of q, of a sequence
+  int batch;
+  int num_tokens;  // of q, of a sequence or of all ragged ones
   int num_qo_heads;
   int num_kv_heads;
-  int group;                 // query heads per KV head
-  int page_size;             // tokens
-  int capacity;              // tokens of k and v, of a sequence
-  int window_right;          // as in DecodeParams
-  int num_tiles;             // of a sequence's query tokens
-  int num_streams;           // KV heads of sequences
+  int group;        // query heads per KV head
+  int page_size;    // tokens
+  int capacity;     // tokens of k and v, of a sequence or of all ragged ones
+  int window_left;  // as in DecodeParams
+  int window_right;
+  int num_tiles;             // of query tokens, of a sequence or of all ragged ones
+  int num_streams;           // KV heads, or KV heads of sequences
   int streams_at_once;       // whose tiles are worked on together
   int num_items;             // tiles of query heads in all
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
-  int reserved[24];          // a tensor map aligns to 128 bytes
+  float softcap_log2;        // softcap * log2(e); with cfg::SOFTCAP
+  float scale_over_softcap;  // softmax_scale / softcap
+  int reserved[14];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -5,6 +5,7 @@
 #include "common/mask.cuh"
 #include "common/paging.cuh"
 #include "common/params.cuh"
+#include "common/ragged.cuh"
 
 // Keys in tiles, and where their rows lie.
 struct KeyTiles {
@@ -68,43 +69,9 @@ struct Work : KeyTiles {
   }
 };
 
-// Where sequence `b` begins and how many of `all` tokens it has, whatever the array holds.
-__device__ __forceinline__ void find_sequence(const int* cu_seqlens, int b, int all, int& first, int& count) {
-  first = max(0, min(__ldg(cu_seqlens + b), all));
-  count = max(first, min(__ldg(cu_seqlens + b + 1), all)) - first;
-}
-
 // Tiles of a sequence's query rows.
 __device__ __forceinline__ int tiles_of(const PrefillParams& p, int seqlen_q) {
   return (seqlen_q * p.group + cfg::TILE_Q - 1) / cfg::TILE_Q;
-}
-
-// Finds the sequence of tile `tile` among those of all ragged ones; false past the last. Its tile `from_end` counts
-// from its last. A warp looks at as many sequences at once as it has lanes.
-__device__ __forceinline__ bool find_ragged(const PrefillParams& p, int tile, Work& w, int& from_end) {
-  const int lane = threadIdx.x % WARP;
-  for (int b0 = 0; b0 < p.batch; b0 += WARP) {
-    int first = 0, count = 0;
-    if (b0 + lane < p.batch) find_sequence(p.cu_seqlens_q, b0 + lane, p.num_tokens, first, count);
-    const int tiles = tiles_of(p, count);
-    int sum = tiles;  // of this lane and those before
-#pragma unroll
-    for (int by = 1; by < WARP; by *= 2) {
-      const int before = __shfl_up_sync(FULL_MASK, sum, by);
-      if (lane >= by) sum += before;
-    }
-    const u32 behind = __ballot_sync(FULL_MASK, tile < sum);
-    if (behind != 0) {
-      const int found = __ffs(static_cast<int>(behind)) - 1;
-      w.batch = b0 + found;
-      w.q0 = __shfl_sync(FULL_MASK, first, found);
-      w.seqlen_q = __shfl_sync(FULL_MASK, count, found);
-      from_end = tile - __shfl_sync(FULL_MASK, sum - tiles, found);
-      return true;
-    }
-    tile -= __shfl_sync(FULL_MASK, sum, WARP - 1);
-  }
-  return false;
 }
 
 // The work of this CTA; false if there is none. Streams, which are KV heads (of sequences, unless these are ragged),
@@ -119,8 +86,14 @@ __device__ __forceinline__ bool find_work(const PrefillParams& p, Work& w) {
   int from_end = in_turn / at_once;
   if (p.cu_seqlens_q != nullptr) {
     w.kv_head = stream;
-    const int tile = from_end;
-    if (!find_ragged(p, tile, w, from_end)) return false;
+    RaggedTile found;
+    if (!find_ragged(p.cu_seqlens_q, p.batch, p.num_tokens, from_end, [&p](int n) { return tiles_of(p, n); }, found)) {
+      return false;
+    }
+    w.batch = found.batch;
+    w.q0 = found.first;
+    w.seqlen_q = found.count;
+    from_end = found.tile;
   } else {
     w.batch = stream / p.num_kv_heads;
     w.kv_head = stream % p.num_kv_heads;

@@ -255,7 +255,7 @@ struct RowState {
 #pragma unroll
       for (int r = 0; r < M; ++r) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) fits &= sum[r][c] <= static_cast<float>(1 << static_cast<int>(SLACK));  // not NaN
+        for (int c = 0; c < 2; ++c) fits &= !(sum[r][c] > static_cast<float>(1 << static_cast<int>(SLACK)));
       }
       grew = !__all_sync(FULL_MASK, fits);
     }

@@ -119,7 +119,7 @@ def test_plan_prefill_says_into_how_many_splits_keys_are_cut() -> None:
     plan = cuattn.plan_prefill(q[:, :, :16], k, k, kv_len=32768)
     assert plan.num_splits == 4
     assert f"splits     4, {4 * 512 * 16 * 130 * 4} bytes of workspace" in str(plan)
-    ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512])
+    ragged = cuattn.plan_prefill(q[0], k, k, cu_seqlens_q=[0, 512], device="sm_80")
     assert (ragged.num_splits, ragged.workspace_bytes) == (1, 0)
     assert "splits     1, 0 bytes of workspace" in str(ragged)
 
@@ -142,6 +142,9 @@ def arrays(tokens: int = 4096, keys: int = 4096, dim: int = 128, dtype: Any = np
         {"window": (None, 5)},
         {"softmax_scale": 3.0},
         {"kv_len": 5},
+        {"window": (5, None)},
+        {"softcap": 2.0},
+        {"sinks": np.zeros(32, np.float32)},
         {"kv_len": 5, "page_table": np.zeros((2, 3), np.int32)},
     ],
     ids=str,
@@ -149,7 +152,7 @@ def arrays(tokens: int = 4096, keys: int = 4096, dim: int = 128, dtype: Any = np
 def test_a_hopper_gpu_has_a_kernel_of_its_own_for_calls_in_16_bits(dim: int, options: dict[str, Any]) -> None:
     plan = cuattn.plan_prefill(*arrays(dim=dim), **options)
     assert isinstance(plan, cuattn.TiledPrefillPlan)
-    assert plan.config.paged == ("page_table" in options)
+    assert (plan.config.paged, plan.config.softcap) == ("page_table" in options, "softcap" in options)
     rows = plan.config.tile_q
     assert plan.num_items == 2 * 32 * -(-4096 // rows)
     assert plan.grid == (132, 1, 1)
@@ -161,9 +164,6 @@ def test_a_hopper_gpu_has_a_kernel_of_its_own_for_calls_in_16_bits(dim: int, opt
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"window": (5, None)}, "the window has a left bound"),
-        ({"softcap": 2.0}, "there is a softcap"),
-        ({"sinks": np.zeros(32, np.float32)}, "there are sinks"),
         ({"softmax_scale": 0.0}, "softmax_scale is not positive"),
         ({"device": "sm_100a"}, "sm_100a has no wgmma of sm_90a"),
     ],
@@ -182,8 +182,7 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
     for call, options, reason in (
         (arrays(dim=96), {}, "head_dim is none of 64, 128, 256"),
         (arrays(dtype=np.float32), {}, "K and V are not both in 16 bits"),
-        ((q[0], k[0], v[0]), {"cu_seqlens_q": [0, 4096]}, "q is ragged"),
-        ((q[:1], k[0], v[0]), {"cu_seqlens_k": [0, 4096]}, "k and v are ragged"),
+        ((q[0], k[0], v[0]), {"cu_seqlens_q": range(0, 4097, 64)}, "fewer query tokens than half of a tile of 192"),
         (
             (q, k[:, :96], v[:, :96]),
             {"page_table": table, "kv_len": 7},
@@ -197,6 +196,22 @@ def test_dims_dtypes_and_layouts_without_that_kernel_have_the_other() -> None:
         ((q, k, np.broadcast_to(v[:1], v.shape)), {}, "v has a stride of 0 bytes"),
     ):
         assert cuattn.plan_prefill(*call, **options).reason == reason
+
+
+def test_ragged_sequences_have_as_many_tiles_as_they_can_have() -> None:
+    q, k, v = arrays()
+    for options, keys in (
+        ({"cu_seqlens_k": [0, 2000, 3000, 4096]}, k[0]),
+        ({"kv_len": 7}, np.resize(k, (3, *k.shape[1:]))),
+    ):
+        plan = cuattn.plan_prefill(q[0], keys, keys, cu_seqlens_q=[0, 1000, 1001, 4096], **options)
+        assert isinstance(plan, cuattn.TiledPrefillPlan)
+        assert plan.num_tiles == 4096 // 192 + 3
+        assert plan.num_items == 32 * plan.num_tiles
+        assert plan.num_streams == 8
+        assert "batch 3, 4096 query tokens in all" in str(plan)
+    plan = cuattn.plan_prefill(q, k[0], v[0], cu_seqlens_k=[0, 2000, 4096])
+    assert isinstance(plan, cuattn.TiledPrefillPlan)
 
 
 def test_few_tiles_for_many_keys_are_cut_into_splits() -> None:

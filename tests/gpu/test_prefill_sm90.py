@@ -1,6 +1,7 @@
 """prefill_sm90.cu on a Hopper GPU, against the reference, and what must not change its result."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import cupy
@@ -23,13 +24,15 @@ every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.descri
 VALUES = ("normal", "late_max", "early_max", "rising", "falling", "huge", "equal")
 ROWS = strategies.lengths(64) | st.sampled_from((127, 128, 129, 191, 192, 193, 383, 384, 385, 700))
 KEYS = strategies.lengths(16) | strategies.lengths(80) | strategies.lengths(128)
-WINDOWS = st.sampled_from((None, None, None, (None, 0), (None, 5), (None, 200)))
+_SIDES = st.sampled_from((None, None, 0, 5, 63, 200, 500))
+WINDOWS = st.none() | st.tuples(_SIDES, _SIDES)
 BASE = PrefillProblem(((300, 700),) * 2, 2, 3, q_layout="dense", kv_layout="dense", causal=True, seed=3)
 
 
 def of(config: _plan.TiledPrefillConfig, **fields: Any) -> PrefillProblem:
     layout = {"kv_layout": "paged", "page_size": 128} if config.paged else {}
-    return replace(BASE, **{"dtype": config.dtype.value, "head_dim": config.head_dim, **layout, **fields})
+    choices = {"dtype": config.dtype.value, "head_dim": config.head_dim, "softcap": 5.0 if config.softcap else None}
+    return replace(BASE, **choices | layout | fields)
 
 
 def launch(
@@ -42,10 +45,13 @@ def launch(
     device = DEVICE if num_ctas is None else replace(DEVICE, num_sms=num_ctas)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = nans(call.out_shape, call.q.dtype), nans(call.out_shape[:-1], np.float32)
-    kv_len = None if call.kv_len is None else to_device(call.kv_len)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=_tiled.tensor_map)
+    lengths = {name: to_device(getattr(call, name)) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
+    params = _prefill.tiled_params_of(
+        call, plan, out=out, lse=lse, sinks=call.sinks, encode=_tiled.tensor_map, **lengths
+    )
     _jit.kernel(config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
-    return cupy.asnumpy(out), cupy.asnumpy(lse)
+    out, lse = cupy.asnumpy(out), cupy.asnumpy(lse)
+    return (out[0], lse[0]) if call.ragged else (out, lse)
 
 
 def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -58,13 +64,14 @@ def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray
 def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data: st.DataObject) -> None:
     problem = data.draw(
         strategies.prefill_problems(
-            rows=ROWS, lengths=KEYS, q_layouts=("dense",),
-            kv_layouts=("paged",) if config.paged else ("dense", "padded"), page_sizes=(64, 128, 192),
-            windows=WINDOWS, softcaps=(None,), sinks=(False,),
+            rows=ROWS, lengths=KEYS, kv_layouts=("paged",) if config.paged else ("ragged", "dense", "padded"),
+            page_sizes=(64, 128, 192), windows=WINDOWS,
+            softcaps=(0.5, 5.0, 1e6) if config.softcap else (None,),
             choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
         )
     )  # fmt: skip
-    assume(problem.seqlens[0][0] > 0 and (problem.kv_layout != "dense" or problem.seqlens[0][1] > 0))
+    tokens, keys = (sum(lengths) for lengths in zip(*problem.seqlens, strict=True))
+    assume(tokens > 0 and (problem.kv_layout in {"padded", "paged"} or keys > 0))
     assert_prefill(problem, *run(problem, num_ctas=data.draw(st.sampled_from((None, 1, 3)))))
 
 
@@ -141,12 +148,47 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(config: _plan.
 
 @every_config
 def test_keys_past_a_length_do_not_matter(config: _plan.TiledPrefillConfig) -> None:
-    """They are NaN; lengths are on and beside the edges of tiles of keys, of which a sequence may have none."""
-    layout = {"kv_layout": "paged" if config.paged else "padded"}
-    for causal in (False, True):
+    """They are NaN, or of another sequence; lengths are on and beside the edges of tiles of keys, of which a sequence
+    may have none.
+    """
+    layouts = ("paged",) if config.paged else ("padded", "ragged")
+    for causal, kv_layout in product((False, True), layouts):
         for lengths in ((500, 0, 1, 63, 64, 65), (17, 79, 80, 81, 95, 96, 97, 159, 161, 499)):
-            problem = of(config, seqlens=tuple((300, n) for n in lengths), causal=causal, **layout)
+            problem = of(config, seqlens=tuple((300, n) for n in lengths), causal=causal, kv_layout=kv_layout)
             assert_prefill(problem, *run(problem))
+
+
+@pytest.mark.parametrize("kv_layout", ["ragged", "dense", "padded", "paged"])
+def test_a_sequence_gives_the_same_bits_wherever_it_lies(kv_layout: str) -> None:
+    """Beside others whose queries are NaN, of which there are more than a warp looks at at once."""
+    problem = replace(BASE, kv_layout="padded", seqlens=((297, 710),))
+    expected = run(problem, tile_kv=64)
+    tokens = [(n % 7, 710 if kv_layout == "dense" else n % 5) for n in range(100)]
+    many = replace(problem, q_layout="ragged", kv_layout=kv_layout, page_size=64, seqlens=((297, 710), *tokens))
+    q, k, v = many.arrays()
+    spoiled = q.copy()
+    spoiled[297:] = np.nan
+    for arrays in ((q, k, v), (spoiled, k, v)):
+        got = launch(arrays, many.options(), tile_kv=64)
+        assert_same_bits(tuple(x[None, :297] for x in got), expected)
+
+
+@pytest.mark.parametrize("kv_layout", ["ragged", "padded", "paged"])
+def test_sequences_may_have_no_queries_or_no_keys(kv_layout: str) -> None:
+    seqlens = ((0, 5), (333, 0), (0, 0), (129, 20), (0, 70), (5, 64), (400, 900), (0, 0))
+    for num_ctas in (None, 1, 50):
+        problem = replace(BASE, q_layout="ragged", kv_layout=kv_layout, seqlens=seqlens, page_size=64)
+        assert_prefill(problem, *run(problem, num_ctas=num_ctas))
+
+
+def test_ragged_lengths_on_the_device_are_held_to_what_there_is() -> None:
+    seqlens = ((70, 100), (0, 50), (230, 64))
+    problem = replace(BASE, q_layout="ragged", kv_layout="ragged", seqlens=seqlens)
+    wild = {
+        "cu_seqlens_q": np.array([-5, 70, 70, 2**31 - 1], np.int32),
+        "cu_seqlens_k": np.array([-(2**31), 100, 150, 10**9], np.int32),
+    }
+    assert_same_bits(launch(problem.arrays(), problem.options() | wild), run(problem))
 
 
 @pytest.mark.parametrize("kv_layout", ["padded", "paged"])
@@ -161,6 +203,46 @@ def test_lengths_on_the_device_are_held_to_what_there_is(kv_layout: str) -> None
     expected = launch((q, k, v), {**options, "kv_len": np.array([capacity, 0], np.int32)})
     got = launch((q, k, v), {**options, "kv_len": np.array([2**31 - 1, -(2**31)], np.int32)})
     assert_same_bits(got, expected)
+
+
+@every_config
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (100, None), (100, 150), (650, 30), (5000, None)], ids=str)
+def test_windows_obey_the_error_law(config: _plan.TiledPrefillConfig, window: tuple[int, int | None]) -> None:
+    problem = of(config, causal=False, window=window, sinks=True)
+    assert_prefill(problem, *run(problem))
+
+
+@every_config
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_and_before_a_window_is_not_seen(
+    config: _plan.TiledPrefillConfig, bad: float
+) -> None:
+    """Tiles of its rows have it, and those of others."""
+    problem = of(config, window=(130, None), sinks=True)
+    q, k, v = problem.arrays()
+    for key in (271, 300, 450):  # tokens stand at 400 to 699
+        spoiled = v.copy()
+        if config.paged:
+            page = problem.options()["page_table"][0, key // problem.page_size]
+            spoiled[page, key % problem.page_size, 1, 5] = bad
+        else:
+            spoiled[0, key, 1, 5] = bad
+        out, lse = launch((q, k, spoiled), problem.options())
+        assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
+        sees = np.zeros(out.shape, bool)
+        sees[0, max(0, key - 400) : key + 130 - 400 + 1, 3:, 5] = True
+        np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), sees)
+
+
+@every_config
+def test_a_sink_far_above_the_scores_takes_all_the_weight(config: _plan.TiledPrefillConfig) -> None:
+    problem = of(config)
+    arrays = problem.arrays()
+    for sink in (-1e30, -200.0, 200.0, 1e30):
+        options = {**problem.options(), "sinks": np.full(problem.num_qo_heads, sink, np.float32)}
+        got = launch(arrays, options)
+        assert_prefill_call(arrays, options, got)
+        assert got[0].any() == (sink < 0)
 
 
 def test_memory_outside_of_the_arrays_does_not_matter() -> None:

@@ -147,13 +147,13 @@ def tiled_prefill_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     changes: Mapping[str, Any] | None = None,
     num_ctas: int = 2,
-    device_kv_len: np.ndarray | None = None,
+    device_lengths: Mapping[str, np.ndarray] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run prefill_sm90.cu on NumPy arrays, whatever the plan would choose; results, if not in `out`, start as NaN.
 
-    `changes` are of fields of its config. `num_ctas` share the work. `device_kv_len` is what the kernel reads as
-    kv_len, without the checks that lengths on the host get.
+    `changes` are of fields of its config. `num_ctas` share the work. `device_lengths` are what the kernel reads
+    as kv_len or cu_seqlens, without the checks that lengths on the host get.
 
     Returns
     -------
@@ -172,13 +172,15 @@ def tiled_prefill_arrays(
     def encode(tiles: _tiled.TensorTiles) -> np.void:
         return np.frombuffer(module.tensor_map_of(tiles.pointer, tiles.shape, tiles.strides, tiles.box, 128), "V128")[0]
 
-    kv_len = call.kv_len if device_kv_len is None else device_kv_len
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=kv_len, encode=encode)
+    lengths = {name: getattr(call, name) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
+    lengths |= dict(device_lengths or {})
+    sinks = None if call.sinks is None else call.sinks.astype(np.float32)
+    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=sinks, encode=encode, **lengths)
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
         memory=[call.q, *(x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None)],
     )  # fmt: skip
-    return out, lse
+    return (out[0], lse[0]) if call.ragged else (out, lse)
 
 
 def tiled_prefill(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -44,6 +44,9 @@ TILED_PREFILLS = (
     PrefillProblem(((70, 100),) * 2, 2, 2, q_layout="dense", kv_layout="dense"),
     PrefillProblem(((130, 140),), group=2, q_layout="dense", kv_layout="dense", causal=True),
     PrefillProblem(((140, 37),), q_layout="dense", kv_layout="dense", causal=True, values="rising"),
+    PrefillProblem(((40, 70), (0, 5), (33, 33), (3, 0)), 2, 3, causal=True, sinks=True),
+    PrefillProblem(((40, 150), (5, 1)), group=2, kv_layout="paged", page_size=64, window=(20, 3), softcap=5.0),
+    PrefillProblem(((20, 70), (20, 0), (20, 5)), group=2, q_layout="dense", kv_layout="padded", window=(9, None)),
 )
 TILED_SMALL = {"consumers": 2, "tile_kv": 32, "num_stages": 2}
 SMALL = {"tile_q": 32, "tile_kv": 16, "num_stages": 2, "num_warps": 2}
@@ -82,8 +85,12 @@ def tiled_prefills() -> None:
         q, k, v = problem.arrays()
         if seed == 1:
             v[0, -1, 0, 3] = np.inf
-        options = {**problem.options(), "changes": TILED_SMALL, "seed": seed}
-        assert_prefill_call((q, k, v), problem.options(), product.tiled_prefill_arrays(q, k, v, **options))
+        options = problem.options()
+        if "page_table" in options:
+            used = -(-max(kv_len for _, kv_len in problem.seqlens) // problem.page_size)
+            options["page_table"] = options["page_table"][:, :used].copy()
+        got = product.tiled_prefill_arrays(q, k, v, **options, changes=TILED_SMALL, seed=seed)
+        assert_prefill_call((q, k, v), options, got)
     sys.stdout.write(f"{len(TILED_PREFILLS)} problems of prefill_sm90\n")
 
 

@@ -61,7 +61,7 @@ FAULTS = {
         "return kv_head * p.group + index(row) % p.group",
         "return kv_head * p.group",
     ),
-    "the first ragged sequence for all": (RAW, WORK, "w.batch = b0 + found;", "w.batch = b0;"),
+    "the first ragged sequence for all": (RAW, "common/ragged.cuh", "found.batch = b0 + source;", "found.batch = b0;"),
     "ragged keys begin at 0": (RAW, WORK, "return plane + k0 * stride_token", "return plane + 0 * k0 * stride_token"),
     "pages in order": (
         PAGED,

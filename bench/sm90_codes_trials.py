@@ -100,8 +100,8 @@ def _configs(head_dim: int, formats: tuple[KvFormat, KvFormat], *, paged: bool) 
                 weigh_first=first,
             )  # fmt: skip
             if config != shipped:
-                name = f"{64 * consumers} x {tile_kv} keys, {stages} stages, {registers} registers{', weigh first' if first else ''}"
-                configs[name] = config
+                name = f"{64 * consumers} x {tile_kv} keys, {stages} stages, {registers} registers"
+                configs[f"{name}{', weigh first' if first else ''}"] = config
     return configs
 
 

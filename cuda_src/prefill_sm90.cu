@@ -33,7 +33,6 @@ static_assert(cfg::TILE_Q == cfg::CONSUMERS * GROUP_ROWS, "a consumer has 64 row
 static_assert(cfg::HEAD_DIM % CHUNK == 0, "chunks of columns are whole");
 static_assert(cfg::TILE_KV % STEP == 0, "keys are the K of P V");
 static_assert(cfg::TILE_KV <= 256, "a box of TMA has 256 rows at most");
-static_assert(!V::EXPANDED || cfg::NUM_STAGES > 1, "the scale of values is asked for before the tile before is read");
 
 struct Smem {
   alignas(1024) Elem q[cfg::CONSUMERS][CHUNKS][GROUP_ROWS * CHUNK];
@@ -96,7 +95,7 @@ __device__ __forceinline__ void publish(u64* full) {
 }
 
 // Makes tiles in the order in which consumers need them: K of a tile, then V of the one before, or of the same where
-// weights depend on its scale. A single lane asks TMA, and where items come from takes a warp; a warpgroup expands
+// outputs depend on its scale. A single lane asks TMA, and where items come from takes a warp; a warpgroup expands
 // codes.
 __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
   constexpr int BEHIND = V::EXPANDED ? 0 : 1;
@@ -117,6 +116,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
     const auto load_keys = [&](const Place& at, const Place& next, int tile) {
       if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);
       if constexpr (K::EXPANDED) {
+        key_codes.begin();  // scores may have another scale in each tile, which outputs better have not
         key_codes.expand(reinterpret_cast<u8*>(sm.k[keys.stage]), sm.k_log2_scale[keys.stage]);
         publish(&sm.k_full[keys.stage]);
         if (tile > w.tiles.lo) fetch_keys(next, tile - 1);
@@ -146,6 +146,7 @@ __device__ __forceinline__ void produce(const TiledPrefillParams& p, Smem& sm) {
       q_phase ^= 1;
     };
     Place before{}, at = w.place_of_key(p, last * cfg::TILE_KV);
+    value_codes.begin();
     if (K::EXPANDED) fetch_keys(at, last);
     if (V::EXPANDED) fetch_values(at, last);
 #pragma unroll 1
@@ -312,16 +313,16 @@ __device__ __forceinline__ float finish(const TiledPrefillParams& p, const Item&
   return softmax::inverse_sum(l) * softmax::weight(keys_m, m);
 }
 
-// Normalizes and stores the warp's rows. Four lanes have four times four bytes of a row each: after an exchange each of
-// them has sixteen successive ones.
-__device__ __forceinline__ void store(const Outputs& o, const State& state, const TiledPrefillParams& p, const Item& w,
-                                      const Lane& at) {
+// Normalizes and stores the warp's rows, which are accumulators times `unit`. Four lanes have four times four bytes of
+// a row each: after an exchange each of them has sixteen successive ones.
+__device__ __forceinline__ void store(const Outputs& o, float unit, const State& state, const TiledPrefillParams& p,
+                                      const Item& w, const Lane& at) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = at.row(r);
     const bool is_there = row < w.num_tokens;
     float m = state.maximum(0, r), l = state.l[0][r];
-    const float by = finish(p, w, m, l);
+    const float by = finish(p, w, m, l) * unit;
     if (at.t == 0 && is_there && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
     u8* out = w.out(p, row) + at.t * 16;
 #pragma unroll
@@ -465,7 +466,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     __syncwarp();  // it is there
     State state;
     float q_scale[2] = {};   // of Q where it is rotated
-    float log2_scale = 0.f;  // of the values that weights are for
+    float log2_scale = 0.f;  // outputs are accumulators times 2 to this power
     // What scores of a tile are over its raw products; not zero, which would make a hidden score of -inf NaN.
     const auto scale_scores = [&](int stage) {
       constexpr float SMALLEST = 1.17549435e-38f;  // normal
@@ -474,18 +475,22 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         factors.fill([&](int, int r) { return fmaxf(q_scale[r] * scale, SMALLEST); });
       }
     };
-    const auto scale_weights = [&](const Ring& tile) {
-      if constexpr (V::EXPANDED) {
-        ptx::mbarrier_wait(&sm.v_full[tile.stage], tile.phase);
-        const float now = sm.v_log2_scale[tile.stage];
-        if (now != log2_scale) state.shift(now - log2_scale);
-        log2_scale = now;
-      }
-    };
     if constexpr (K::EXPANDED) {
       if (found.has_keys()) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
     }
     Outputs o;
+    // Accumulators have the scale of the tile of V that is added next. (If weights had it rather, a row that sees small
+    // values only would lose them behind a tile in which others see large ones.)
+    const auto scale_outputs = [&](const Ring& tile) {
+      if constexpr (V::EXPANDED) {
+        ptx::mbarrier_wait(&sm.v_full[tile.stage], tile.phase);
+        const float now = sm.v_log2_scale[tile.stage];
+        if (now == log2_scale) return;
+        const float factor = ptx::exp2(log2_scale - now);
+        scale(o, {factor, factor});
+        log2_scale = now;
+      }
+    };
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
     const int last = count + found.tiles.hi - 1;  // tile `t` is number last - t of all
@@ -532,8 +537,8 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
       cap(s, p);
       if (tile < full.lo || tile >= full.hi) hide(s, p, w, tile, at);
-      scale_weights(first);
       absorb(weights, s, state, factors, true, by);
+      scale_outputs(first);
       // TMA itself puts zeros behind the end of an array.
       if (!V::EXPANDED && w.k0 + w.kv_len < p.capacity && w.kv_len < own.hi * cfg::TILE_KV) {
         ptx::mbarrier_wait(&sm.v_full[first.stage], first.phase);
@@ -561,18 +566,19 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
         cap(s, p);
         if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
-        scale_weights(keys);
         if constexpr (cfg::WEIGH_FIRST) {
           const bool grew = weigh(s, state, factors, by);
           ptx::wgmma_wait_behind<0>(state.l[0][0], state.l[0][1]);
           ptx::read_behind(o);
           release(&sm.v_empty[values.stage], at);
+          scale_outputs(keys);
           if (grew) scale(o, by);
           pack(weights, s);
         } else {
           ptx::wgmma_wait<0>();
           ptx::read_behind(o);
           release(&sm.v_empty[values.stage], at);
+          scale_outputs(keys);
           if (absorb(weights, s, state, factors, false, by)) scale(o, by);
         }
       };
@@ -599,13 +605,12 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     }
     leave_out(w.tiles.lo, own.lo);
     count = last - w.tiles.lo + 1;
-    if (V::EXPANDED) state.shift(-log2_scale);
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {
       attend_plainly(p, w, at);
     } else {
       if constexpr (V::EXPANDED) V::restore(o, at.t);
-      store(o, state, p, w, at);
+      store(o, V::EXPANDED ? ptx::exp2(log2_scale) : 1.f, state, p, w, at);
     }
   });
 }

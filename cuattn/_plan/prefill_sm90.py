@@ -159,7 +159,7 @@ _TBQ4_TILES = {
 }
 _PAGED_TBQ4_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=72),
     256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=64),
 }
 # With a softcap: the temporaries of hyperbolic tangents take the registers of more keys.

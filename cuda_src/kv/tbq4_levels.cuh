@@ -60,15 +60,18 @@ __device__ __forceinline__ u32 finite_size(u32 norm) {
 }
 
 // The power of two of a tile, by the bits of its largest norm: norms are scaled so that this one is just in float16's
-// range. A row loses bits only if it is 2^-20 of another one.
+// range, or SLACK bits below if the tile before has such a power. A row loses bits only if it is 2^-20 of another one.
 struct NormScale {
   static constexpr int TOP = 15;  // exponent of the largest norm
   static constexpr u32 SMALLEST = 1;
+  static constexpr int SLACK = 3, NO_EXPONENT = -1000;
   int exponent;
 
-  __device__ __forceinline__ explicit NormScale(u32 largest) {
+  // `before` is the exponent of the tile before.
+  __device__ __forceinline__ explicit NormScale(u32 largest, int before = NO_EXPONENT) {
     const float norm = ptx::to_float(Half{static_cast<u16>(max(largest, SMALLEST))});
     exponent = static_cast<int>(__float_as_uint(norm) >> 23) - 127;
+    if (exponent <= before && exponent >= before - SLACK) exponent = before;
   }
   // Values are elements times 2 to this power.
   __device__ __forceinline__ float log2() const { return static_cast<float>(exponent - TOP); }

@@ -10,6 +10,7 @@ struct SwizzledRaw16 {
   using Operand = Elem;
   static constexpr bool EXPANDED = false;
   struct Expander {
+    __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ void fetch(const HeadRows& /*from*/) {}
     __device__ __forceinline__ void expand(u8* /*tile*/, float& /*log2_scale*/) {}
   };

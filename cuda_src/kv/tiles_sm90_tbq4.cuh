@@ -36,10 +36,11 @@ struct SwizzledTiles {
 
     int lane, row0, word0;  // of this lane at step 0
     int norm_row0;          // the first row of a warp's norms, whose others follow by exclusive or
+    int exponent;           // of the tile before
     LevelBytes bytes;
     u32 codes[STEPS][WORDS], norms[NORM_STEPS];
 
-    __device__ __forceinline__ Expander() : codes{}, norms{} {
+    __device__ __forceinline__ Expander() : exponent(NormScale::NO_EXPONENT), codes{}, norms{} {
       bytes.hold();
       constexpr int TOGETHER = Tile::PIECES / WORDS;  // lanes of a row among eight
       const int warp = static_cast<int>(threadIdx.x) / WARP % 4;
@@ -48,6 +49,9 @@ struct SwizzledTiles {
       row0 = warp * WARP_ROWS + lane / TOGETHER % WORDS + lane / 8 / (LANES / TOGETHER) * WORDS;
       norm_row0 = warp * WARP_ROWS / WARP * WARP;
     }
+
+    // No tile was before.
+    __device__ __forceinline__ void begin() { exponent = NormScale::NO_EXPONENT; }
 
     // Asks for the rows of a tile, which has zeros for those that are not there.
     __device__ __forceinline__ void fetch(const HeadRows& given) {
@@ -88,7 +92,8 @@ struct SwizzledTiles {
         top = max(top, finite_size(norms[i] & 0xffff));
         if (BLOCKS == 2) top = max(top, finite_size(norms[i] >> 16));
       }
-      const NormScale scale(ptx::warp_max(top));
+      const NormScale scale(ptx::warp_max(top), exponent);
+      exponent = scale.exponent;
       if (threadIdx.x % (4 * WARP) == 0) log2_scale = scale.log2();
 #pragma unroll
       for (int i = 0; i < NORM_STEPS; ++i) {

@@ -224,9 +224,7 @@ inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, Place at = here()) {
   simt::enter(at);
   simt::update_mbarrier(bar, 1, bytes);
 }
-// Others run first, so that an arrival in front of the fence shows.
 inline void fence_proxy_async() {
-  if (simt::block->launch->seed > 1) simt::poll();
   for (const unsigned i : simt::self->unfenced) {
     if (simt::block->unfenced[i] == simt::self->linear + 1) simt::block->unfenced[i] = 0;
   }

@@ -1,0 +1,324 @@
+"""prefill_sm90.cu with keys and values in TBQ4, on the CPU harness, against the reference."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import strategies
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from simt import harness, product
+from simt.prefill_cases import assert_same_bits, changed
+from simt.test_prefill_sm90 import KEYS, ROWS, WINDOWS, has_keys_and_queries
+from simt.tiled_cases import config
+from strategies import PrefillProblem, prefill_problems
+from tolerance import assert_prefill, assert_prefill_call
+
+from cuattn import Tbq4Array, _plan
+
+KERNEL, TILES = "prefill_sm90.cu", "kv/tiles_sm90_tbq4.cuh"
+LEVELS, QUADS = "kv/tbq4_levels.cuh", "kv/tbq4_quads.cuh"
+TBQ4, KEYS_ONLY, VALUES_ONLY = ("tbq4", "tbq4"), ("tbq4", "raw16"), ("raw16", "tbq4")
+# By formats of K and V, dtype and head_dim, of which each is one build. Lanes have two words of codes or four.
+SMALL = {
+    (*TBQ4, "float16", 64): config(2, 32, 2, weigh_first=True),
+    (*TBQ4, "bfloat16", 64): config(3, 32, 1, weigh_first=False),
+    (*TBQ4, "bfloat16", 128): config(2, 80, 2, weigh_first=False),
+    (*TBQ4, "bfloat16", 256): config(1, 32, 3, weigh_first=True),
+    (*KEYS_ONLY, "bfloat16", 64): config(3, 64, 1, weigh_first=False),
+    (*VALUES_ONLY, "float16", 128): config(1, 64, 3, take_turns=False),
+}
+LENGTHS = KEYS | strategies.lengths(64) | strategies.lengths(80)
+BASE = PrefillProblem(
+    ((150, 210), (150, 210)), num_kv_heads=2, group=2, q_layout="dense", kv_layout="dense", k_format="tbq4",
+    v_format="tbq4",
+)  # fmt: skip
+PADDED = replace(BASE, kv_layout="padded", seqlens=((150, 210), (150, 33), (150, 0)))
+PAGED = replace(PADDED, kv_layout="paged", page_size=64)
+
+
+def small(problem: PrefillProblem) -> dict[str, int] | None:
+    return SMALL.get((problem.k_format, problem.v_format, problem.dtype, problem.head_dim))
+
+
+def of(choice: tuple[str, str, str, int], problem: PrefillProblem = BASE, **fields: Any) -> PrefillProblem:
+    """The problem in formats, a dtype and a head_dim."""
+    k_format, v_format, dtype, head_dim = choice
+    return replace(problem, k_format=k_format, v_format=v_format, dtype=dtype, head_dim=head_dim, **fields)
+
+
+def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choices: Any) -> tuple[np.ndarray, ...]:
+    options = {"changes": small(problem), **problem.options(), **choices}
+    return product.tiled_prefill_arrays(*(arrays or problem.arrays()), **options)
+
+
+def check(problem: PrefillProblem, **choices: Any) -> None:
+    assert_prefill(problem, *run(problem, **choices))
+
+
+every_choice = pytest.mark.parametrize("choice", SMALL, ids=lambda c: "-".join(map(str, c)))
+
+
+@given(
+    problem=prefill_problems(
+        rows=ROWS, lengths=LENGTHS, q_layouts=("dense",), kv_layouts=("dense", "padded", "paged"),
+        page_sizes=(64, 160, 192), windows=WINDOWS, softcaps=(None,), sinks=(False,), groups=(1, 2, 3),
+        choices=tuple((*choice, None) for choice in SMALL),
+    ),
+    seed=st.integers(0, 5),
+    num_ctas=st.sampled_from((1, 2, 3, 100)),
+)  # fmt: skip
+def test_any_problem_obeys_the_error_law_under_any_schedule(problem: PrefillProblem, seed: int, num_ctas: int) -> None:
+    problem = replace(problem, means=False)
+    assume(has_keys_and_queries(problem))
+    assume(problem.kv_layout != "paged" or problem.page_size % small(problem)["tile_kv"] == 0)
+    check(problem, seed=seed, num_ctas=num_ctas)
+
+
+CONFIGS = [
+    c for c in _plan.tiled_prefill_configs(product.H200)
+    if c.uses_tbq4 and (c.dtype is _plan.Dtype.FP16) == (c.head_dim == 128)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.describe())
+def test_the_tiles_of_every_kernel_obey_the_error_law(config: _plan.TiledPrefillConfig) -> None:
+    choice = (config.k_format.value, config.v_format.value, config.dtype.value, config.head_dim)
+    layout = {"kv_layout": "paged", "page_size": 64} if config.paged else {}
+    for causal in (False, True):
+        check(of(choice, seqlens=((200, 333),), num_kv_heads=1, causal=causal, **layout), changes={}, seed=2)
+
+
+@every_choice
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("values", ["normal", "late_max", "early_max", "rising", "falling", "huge", "equal", "tiny_v"])
+def test_unusual_scores_and_norms_obey_the_error_law(
+    choice: tuple[str, str, str, int], values: str, *, causal: bool
+) -> None:
+    """Three seeds, as few norms of "tiny_v" are large in one, some in another, and all small in the third."""
+    for seed in range(3 if values == "tiny_v" else 1):
+        check(of(choice, values=values, causal=causal, seqlens=((70, 150),), seed=seed), seed=seed)
+
+
+@every_choice
+def test_rows_that_see_no_key_are_zero(choice: tuple[str, str, str, int]) -> None:
+    problem = of(choice, seqlens=((200, 33),), causal=True)
+    out, lse = run(problem)
+    assert_prefill(problem, out, lse)
+    assert (out[:, :167] == 0).all()
+    assert np.isneginf(lse[:, :167]).all()
+
+
+@pytest.mark.parametrize("base", [PADDED, PAGED], ids=["padded", "paged"])
+@pytest.mark.parametrize("choice", [c for c in SMALL if 64 % SMALL[c]["tile_kv"] == 0], ids=str)
+def test_what_lies_past_the_keys_does_not_matter(choice: tuple[str, str, str, int], base: PrefillProblem) -> None:
+    """Codes and norms there, and pages that are not used, whatever their bits."""
+    problem = of(choice, base)
+    q, *caches = problem.arrays()
+    expected = run(problem)
+    assert_prefill(problem, *expected)
+    for code, norm in ((0x00, 0x7BFF), (0xA7, 0x0001), (0xFF, 0xFE00)):
+        others = tuple(strategies.with_unused(cache, code, norm) for cache in caches)
+        assert_same_bits(run(problem, (q, *others)), expected, (code, norm))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 3, 1000])
+def test_the_number_of_ctas_does_not_change_a_bit(num_ctas: int) -> None:
+    problem = replace(BASE, causal=True)
+    assert_same_bits(run(problem, num_ctas=num_ctas), run(problem, num_ctas=2))
+
+
+def with_norm(cache: Tbq4Array, where: tuple[int, ...], norm: float) -> Tbq4Array:
+    norms = cache.norms.copy()
+    norms[where] = norm
+    return changed(cache, norms=norms)
+
+
+@every_choice
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(
+    choice: tuple[str, str, str, int], bad: float
+) -> None:
+    """All values of its block become NaN."""
+    problem = of(choice, seqlens=((80, 100), (80, 100)), causal=True)
+    q, k, v = problem.arrays()
+    block = min(problem.head_dim, 128)
+    for key in (0, 20, 55, 99):  # of the first sequence; its tokens stand at 20 to 99
+        seen = slice(max(0, key - 20), None)
+        if problem.v_format == "tbq4":
+            arrays = (q, k, with_norm(v, (0, key, 1, 0), bad))
+            out, lse = run(problem, arrays)
+            assert_prefill_call(arrays, problem.options(), (out, lse))
+            expected = np.zeros(out.shape, bool)
+            expected[0, seen, 2:, :block] = True
+            np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), expected)
+        if problem.k_format == "tbq4":
+            arrays = (q, with_norm(k, (0, key, 1, 0), bad), v)
+            out, lse = run(problem, arrays)
+            assert_prefill_call(arrays, problem.options(), (out, lse))
+            expected = np.zeros(lse.shape, bool)
+            expected[0, seen, 2:] = True
+            np.testing.assert_array_equal(np.isnan(lse), expected)
+
+
+# ---- planted faults ----------------------------------------------------------------------------------------------
+
+CAUSAL = replace(BASE, causal=True, values="late_max")
+NORMAL = replace(CAUSAL, values="normal")
+GROWING = replace(BASE, values="rising")  # norms of keys from one tile to the next, so that their scales differ
+NORMS = replace(BASE, values="tiny_v", causal=True, seed=1)  # the last are large
+WIDE = replace(NORMAL, head_dim=256, dtype="bfloat16")
+PAGED_NORMAL = replace(PAGED, values="normal")
+# name: (problem, file, text, what takes its place)
+FAULTS = {
+    "a tile without a proxy fence": (
+        NORMAL,
+        KERNEL,
+        "  ptx::fence_proxy_async();\n  __syncwarp();\n",
+        "  __syncwarp();\n",
+    ),
+    "one warp says that a tile is there": (
+        NORMAL,
+        KERNEL,
+        "ptx::mbarrier_init(&sm.v_full[i], V::EXPANDED ? GROUP_WARPS : 1);",
+        "ptx::mbarrier_init(&sm.v_full[i], 1);",
+    ),
+    "K takes the place of a tile that is read": (
+        NORMAL,
+        KERNEL,
+        "      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
+        "",
+    ),
+    "V takes the place of a tile that is read": (
+        NORMAL,
+        KERNEL,
+        "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
+        "",
+    ),
+    "the norm of another key": (NORMAL, TILES, "row % WARP + row0 % WARP)", "row % WARP + (row0 ^ 1) % WARP)"),
+    "the norm of another block": (WIDE, TILES, "word0 < PIECES / 2 ? 0x1010u : 0x3232u", "0x1010u"),
+    "norms of other rows": (
+        NORMAL,
+        TILES,
+        "const int row = i * WARP ^ norm_first;",
+        "const int row = i * WARP ^ norm_first ^ 1;",
+    ),
+    "the scale of another tile of K": (GROWING, KERNEL, "        scale_scores(keys.stage);\n", ""),
+    "accumulators do not follow the scale of V": (
+        NORMS,
+        KERNEL,
+        "          scale_outputs(keys);\n          if (grew)",
+        "          if (grew)",
+    ),
+    "accumulators follow in the other direction": (
+        NORMS,
+        KERNEL,
+        "ptx::exp2(log2_scale - now)",
+        "ptx::exp2(now - log2_scale)",
+    ),
+    "V is read before it is there": (
+        replace(NORMS, dtype="bfloat16"),
+        KERNEL,
+        "        ptx::mbarrier_wait(&sm.v_full[tile.stage], tile.phase);\n",
+        "",
+    ),
+    "outputs in the unit of the last tile": (NORMAL, KERNEL, "V::EXPANDED ? ptx::exp2(log2_scale) : 1.f", "1.f"),
+    "codes past the end": (
+        NORMAL,
+        TILES,
+        "if (row >= from.count) continue;",
+        "if (row >= from.count + 1000) continue;",
+    ),
+    "values of a tile too many": (
+        PADDED,
+        KERNEL,
+        "value_codes.fetch(w.value_rows(p, at, end - tile * cfg::TILE_KV));",
+        "value_codes.fetch(w.value_rows(p, at, end));",
+    ),
+    "halves of a word exchanged": (
+        NORMAL,
+        LEVELS,
+        "half == 0 ? index : index >> 16",
+        "half == 1 ? index : index >> 16",
+    ),
+    "signs of neighbors exchanged": (NORMAL, LEVELS, "ptx::prmt(even, word, ", "ptx::prmt(word, even, "),
+    "codes below 8 in the order of the others": (NORMAL, LEVELS, "^ (high - (high >> 3))", "^ (0 * high)"),
+    "a row of other codes": (NORMAL, TILES, "from.row(row) + word0 * 4", "from.row(row ^ 1) + word0 * 4"),
+    "words of a row exchanged": (
+        NORMAL,
+        TILES,
+        "levels_of(codes[step][i], bytes)",
+        "levels_of(codes[step][i ^ 1], bytes)",
+    ),
+    "words that are not swizzled": (
+        NORMAL,
+        TILES,
+        "(first ^ static_cast<u32>(i) << 4)",
+        "(first + (static_cast<u32>(i) << 4))",
+    ),
+    "norms past the end": (PADDED, TILES, "|| row >= from.count) continue;", "|| row >= from.count + 1) continue;"),
+    "the page of another tile of K": (PAGED_NORMAL, KERNEL, "fetch_keys(next, tile - 1)", "fetch_keys(at, tile - 1)"),
+    "the page of another tile of V": (
+        PAGED_NORMAL,
+        KERNEL,
+        "fetch_values(next, tile - 1)",
+        "fetch_values(at, tile - 1)",
+    ),
+    "Q without a proxy fence": (
+        NORMAL,
+        KERNEL,
+        "  ptx::fence_proxy_async();\n  ptx::bar_sync(FIRST_QUERIES",
+        "  ptx::bar_sync(FIRST_QUERIES",
+    ),
+    "Q is not rotated": (NORMAL, TILES, "blocks[b].rotate(t);", "(void)t;"),
+    "the scale of another row of Q": (
+        GROWING,
+        KERNEL,
+        "scale[r] *= p.softmax_scale_log2;",
+        "scale[r] = scale[0] * (r == 0 ? p.softmax_scale_log2 : 1.f);",
+    ),
+    "O is not rotated back": (NORMAL, KERNEL, "      if constexpr (V::EXPANDED) V::restore(o, at.t);\n", ""),
+    "O is rotated as Q is": (NORMAL, QUADS, "turn(cfg::SIGNS2, cfg::SIGNS1, t)", "turn(cfg::SIGNS1, cfg::SIGNS2, t)"),
+    "a butterfly left out": (
+        NORMAL,
+        QUADS,
+        "for (int h = 1; h < VALUES; h *= 2)",
+        "for (int h = 2; h < VALUES; h *= 2)",
+    ),
+    "norms that are not finite are left": (
+        NORMAL,
+        TILES,
+        "return largest >= ElemTraits<Half>::EXPONENT;",
+        "return false;",
+    ),
+    "levels without a norm beside one that is not finite": (
+        NORMAL,
+        TILES,
+        "restore_row(x, lane);",
+        "x[0][0] *= 2.f;\n    restore_row(x, lane);",
+    ),
+}
+SEEDS = 6
+
+
+def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
+    """The arrays of a problem; with a norm of the last token that is not finite for faults about these."""
+    q, k, v = problem.arrays()
+    return (q, k, with_norm(v, (0, -1, 1, 0), np.inf) if "finite" in name else v)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    """Right without the fault; wrong, or stopped by the harness, with it under one of a few schedules."""
+    problem, *patch = FAULTS[name]
+    arrays = spoiled(problem, name)
+    for seed in range(SEEDS):
+        assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed))
+        try:
+            assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed, patches=(tuple(patch),)))
+        except (harness.KernelError, AssertionError) as error:
+            if "does not compile" in str(error):
+                raise
+            return
+    pytest.fail("no schedule shows the fault")

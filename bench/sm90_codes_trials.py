@@ -69,7 +69,10 @@ class Case:
         call, device = self.call, _arrays.device(0)
         plan = _plan.TiledPrefillPlan(call.problem, device, config)
         out, lse = self.empty()
-        params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, kv_len=call.kv_len, encode=_tiled.tensor_map)
+        params = _prefill.tiled_params_of(
+            call, plan, out=out, lse=lse, kv_len=call.kv_len, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
+            encode=_tiled.tensor_map,
+        )  # fmt: skip
         kernel = _jit.kernel(config, 0, device.arch)
         return lambda: kernel.launch(plan.grid, plan.block, params), out
 

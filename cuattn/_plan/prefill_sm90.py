@@ -96,7 +96,7 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, a scale of each tile, and items."""
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, scales of tiles, and items."""
         row = self.head_dim * self.dtype.itemsize
         barriers, scales = 8 * (2 * self.consumers + 4 * self.num_stages), 4 * 2 * self.num_stages
         items = self.consumers * _GROUP_WARPS * _ITEM_BYTES
@@ -172,9 +172,7 @@ _MIXED_TILES = {
 }
 
 
-def _tile_of(
-    head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool, softcap: bool
-) -> TiledPrefillTile:
+def _tile_of(head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool, softcap: bool) -> TiledPrefillTile:
     if KvFormat.TBQ4 not in (k_format, v_format):
         return ((_PAGED_TILES if paged else _TILES) | (_CAPPED_TILES if softcap else {}))[head_dim]
     if k_format is not v_format:
@@ -201,9 +199,7 @@ def tiled_prefill_config(
 def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
     """Return the config of a call that `prefill_sm90.cu` has."""
     p = problem
-    return tiled_prefill_config(
-        p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0, softcap=p.softcap
-    )
+    return tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0, softcap=p.softcap)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:

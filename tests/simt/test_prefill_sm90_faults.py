@@ -124,7 +124,12 @@ FAULTS = {
         "softmax::weight(keys_m, keys_m)",
     ),
     "the sink of another head": (SINKS, KERNEL, "p.sinks + w.head", "p.sinks + w.kv_head"),
-    "values of the next ragged sequence": (RAGGED, KERNEL, "if (!V::EXPANDED && w.k0 + w.kv_len < p.capacity", "if (w.kv_len < 0"),
+    "values of the next ragged sequence": (
+        RAGGED,
+        KERNEL,
+        "if (!V::EXPANDED && w.k0 + w.kv_len < p.capacity",
+        "if (w.kv_len < 0",
+    ),
     "values that are not finite in another page": (
         replace(PAGED, values="normal", seqlens=((150, 210), (150, 210))),
         ITEMS,

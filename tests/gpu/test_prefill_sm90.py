@@ -19,8 +19,15 @@ from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
 
 DEVICE = _arrays.device(0)
 pytestmark = pytest.mark.skipif(DEVICE.arch != "sm_90a", reason="needs a Hopper GPU")
-CONFIGS = _plan.tiled_prefill_configs(DEVICE)
+CONFIGS = [c for c in _plan.tiled_prefill_configs(DEVICE) if not c.uses_tbq4]
+# In each dtype as many head_dims as need no longer than those in 16 bits.
+TBQ4_CONFIGS = [
+    c
+    for c in _plan.tiled_prefill_configs(DEVICE)
+    if c.uses_tbq4 and (c.dtype is _plan.Dtype.FP16) == (c.head_dim == 128)
+]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.describe())
+every_format = pytest.mark.parametrize("config", CONFIGS + TBQ4_CONFIGS, ids=lambda c: c.describe())
 VALUES = ("normal", "late_max", "early_max", "rising", "falling", "huge", "equal")
 ROWS = strategies.lengths(64) | st.sampled_from((127, 128, 129, 191, 192, 193, 383, 384, 385, 700))
 KEYS = strategies.lengths(16) | strategies.lengths(80) | strategies.lengths(128)
@@ -31,7 +38,10 @@ BASE = PrefillProblem(((300, 700),) * 2, 2, 3, q_layout="dense", kv_layout="dens
 
 def of(config: _plan.TiledPrefillConfig, **fields: Any) -> PrefillProblem:
     layout = {"kv_layout": "paged", "page_size": 128} if config.paged else {}
-    choices = {"dtype": config.dtype.value, "head_dim": config.head_dim, "softcap": 5.0 if config.softcap else None}
+    choices = {
+        "dtype": config.dtype.value, "head_dim": config.head_dim, "softcap": 5.0 if config.softcap else None,
+        "k_format": config.k_format.value, "v_format": config.v_format.value,
+    }  # fmt: skip
     return replace(BASE, **choices | layout | fields)
 
 
@@ -58,7 +68,7 @@ def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray
     return launch(problem.arrays(), problem.options(), **choices)
 
 
-@every_config
+@every_format
 @settings(settings.get_profile("gpu"))
 @given(data=st.data())
 def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data: st.DataObject) -> None:
@@ -67,15 +77,16 @@ def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data:
             rows=ROWS, lengths=KEYS, kv_layouts=("paged",) if config.paged else ("ragged", "dense", "padded"),
             page_sizes=(64, 128, 192), windows=WINDOWS,
             softcaps=(0.5, 5.0, 1e6) if config.softcap else (None,),
-            choices=(("raw16", "raw16", config.dtype.value, config.head_dim, None),),
+            choices=((config.k_format.value, config.v_format.value, config.dtype.value, config.head_dim, None),),
         )
     )  # fmt: skip
+    problem = replace(problem, means=False)
     tokens, keys = (sum(lengths) for lengths in zip(*problem.seqlens, strict=True))
     assume(tokens > 0 and (problem.kv_layout in {"padded", "paged"} or keys > 0))
     assert_prefill(problem, *run(problem, num_ctas=data.draw(st.sampled_from((None, 1, 3)))))
 
 
-@every_config
+@every_format
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_is_that_kernel(config: _plan.TiledPrefillConfig, *, causal: bool) -> None:
     problem = of(config, causal=causal)
@@ -87,14 +98,14 @@ def test_a_call_is_that_kernel(config: _plan.TiledPrefillConfig, *, causal: bool
     assert_same_bits(got, run(problem))
 
 
-@every_config
+@every_format
 @pytest.mark.parametrize("choices", [{"take_turns": False}, {"num_stages": 1}], ids=str)
 def test_choices_do_not_change_a_bit(config: _plan.TiledPrefillConfig, choices: dict[str, Any]) -> None:
     problem = of(config)
     assert_same_bits(run(problem, **choices), run(problem), choices)
 
 
-@every_config
+@every_format
 def test_the_same_call_gives_the_same_bits_on_any_number_of_ctas(config: _plan.TiledPrefillConfig) -> None:
     """Rounds wrap rings and phases at other places."""
     problem = of(config, seqlens=((2000, 3001),), group=6)
@@ -117,7 +128,7 @@ def test_any_strides_that_tma_has_give_the_same_bits(view: str) -> None:
         assert_same_bits(launch(views, BASE.options()), run(BASE), view)
 
 
-@every_config
+@every_format
 @pytest.mark.parametrize("values", VALUES)
 def test_unusual_scores_obey_the_error_law_whichever_way_weights_are_taken(
     config: _plan.TiledPrefillConfig, values: str

@@ -62,8 +62,8 @@ every_choice = pytest.mark.parametrize("choice", SMALL, ids=lambda c: "-".join(m
 
 @given(
     problem=prefill_problems(
-        rows=ROWS, lengths=LENGTHS, q_layouts=("dense",), kv_layouts=("dense", "padded", "paged"),
-        page_sizes=(64, 160, 192), windows=WINDOWS, softcaps=(None,), sinks=(False,), groups=(1, 2, 3),
+        rows=ROWS, lengths=LENGTHS,
+        page_sizes=(64, 160, 192), windows=WINDOWS, softcaps=(None,), groups=(1, 2, 3),
         choices=tuple((*choice, None) for choice in SMALL),
     ),
     seed=st.integers(0, 5),

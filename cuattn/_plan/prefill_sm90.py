@@ -142,14 +142,14 @@ class TiledPrefillTile:
 _TILES = {
     64: TiledPrefillTile(3, 96, 4, producer_registers=56),
     128: TiledPrefillTile(3, 80, 3, producer_registers=56),
-    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=48),
+    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=40),
 }
 # Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
 PAGED_TILE_KV = 64
 _PAGED_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=48),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=40),
 }
 # Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers.
 _TBQ4_TILES = {

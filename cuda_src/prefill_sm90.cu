@@ -44,6 +44,9 @@ struct Smem {
   float k_log2_scale[cfg::NUM_STAGES], v_log2_scale[cfg::NUM_STAGES];  // of tiles that are expanded
   Item items[CONSUMER_WARPS];                                          // what each warp works on
 };
+static_assert(cfg::CONSUMERS * cfg::CONSUMER_REGISTERS + cfg::PRODUCER_REGISTERS <=
+                  (cfg::CONSUMERS + 1) * cfg::LAUNCH_REGISTERS,
+              "a warpgroup would wait forever for registers");
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "cuattn/_plan and prefill_sm90.cu disagree on shared memory");
 static_assert(sizeof(TiledPrefillParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
+import numpy as np
+
 from cuattn import _params, _tbq4
 from cuattn._device import Device
 from cuattn._kinds import Dtype, KvFormat
@@ -16,14 +18,18 @@ from cuattn._problem import PrefillProblem, row_bytes
 ARCH = "sm_90a"
 # Of a warpgroup.
 _GROUP_WARPS, GROUP_ROWS = 4, 64
-# Registers of a thread of each warpgroup together, and the most that one may have.
-_GROUP_REGISTERS, _MOST_REGISTERS = REGISTERS_PER_SM // (_GROUP_WARPS * WARP), 240
+# The most registers of a thread that the compiler leaves to a consumer; `setmaxnreg` counts in units.
+_MOST_REGISTERS, _REGISTER_UNIT = 240, 8
 _TILE_ALIGN = 1024
 # What a warp keeps of its work, `Item` in common/prefill_items.cuh.
 _ITEM_BYTES = 52
 # Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
 # the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
 _CTAS_OF_A_STREAM = 6
+# From so many to so few the order is chosen that leaves CTAs the least apart. With many rounds any does.
+_CTAS_OF_STREAMS, _MANY_ROUNDS = (12, 4), 64
+# What an item costs beside its tiles of keys, in such.
+_STEPS_OF_AN_ITEM = 1.5
 # Of the time of a call, the share in which an SM has work, below which keys are rather cut into splits.
 _MIN_BUSY = 0.6
 
@@ -48,7 +54,7 @@ class TiledPrefillConfig:
         Whether a consumer has all weights of a tile before it waits for the values of the one before. That takes a
         maximum of each tile, as scores are not kept.
     producer_registers : int
-        Of a thread of the warpgroup that produces tiles; consumers have the others, a multiple of 8.
+        Of a thread of the warpgroup that produces tiles; consumers have the others.
     k_format, v_format : KvFormat
         Of keys and values.
     paged : bool
@@ -103,9 +109,20 @@ class TiledPrefillConfig:
         rest = barriers + scales + items
         return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + rest, _TILE_ALIGN)
 
+    @property
+    def launch_registers(self) -> int:
+        """Registers that each thread has at launch: what warpgroups exchange later is no more than these."""
+        return REGISTERS_PER_SM // (self.num_warps * WARP) // _REGISTER_UNIT * _REGISTER_UNIT
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread: what the producer leaves. One that asked for more would wait forever."""
+        together = self.launch_registers * (self.consumers + 1)
+        share = (together - self.producer_registers) // self.consumers // _REGISTER_UNIT * _REGISTER_UNIT
+        return min(share, _MOST_REGISTERS)
+
     def constants(self) -> dict[str, object]:
         """Values of ``namespace cfg`` in the order printed."""
-        consumer = (_GROUP_REGISTERS - self.producer_registers) // self.consumers // 8 * 8
         return {
             "DTYPE": self.dtype,
             "K_FORMAT": self.k_format,
@@ -120,7 +137,8 @@ class TiledPrefillConfig:
             "PAGED": self.paged,
             "SOFTCAP": self.softcap,
             "PRODUCER_REGISTERS": self.producer_registers,
-            "CONSUMER_REGISTERS": min(consumer, _MOST_REGISTERS),
+            "CONSUMER_REGISTERS": self.consumer_registers,
+            "LAUNCH_REGISTERS": self.launch_registers,
             "SMEM_BYTES": self.smem_bytes,
             "PARAMS_BYTES": _params.TILED_PREFILL.itemsize,
         } | (_tbq4.attention_constants(_tbq4.block_of(self.head_dim)) if self.uses_tbq4 else {})
@@ -149,9 +167,11 @@ PAGED_TILE_KV = 64
 _PAGED_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=40),
+    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=56),
 }
-# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers.
+# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers. Calls of head_dim 256 go to the kernel
+# of all GPUs, as these tiles were not timed.
+_TBQ4_DIMS = (64, 128)
 _TBQ4_TILES = {
     64: TiledPrefillTile(3, 96, 4, producer_registers=56),
     128: TiledPrefillTile(3, 80, 3, producer_registers=56),
@@ -211,7 +231,7 @@ def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     return [
         tiled_prefill_config(dtype, dim, *of, paged=paged, softcap=softcap)
         for dtype, dim, of, paged, softcap in choices
-        if not softcap or KvFormat.TBQ4 not in of
+        if KvFormat.TBQ4 not in of or (dim in _TBQ4_DIMS and not softcap)
     ]
 
 
@@ -252,13 +272,35 @@ class TiledPrefillPlan:
         """KV heads (of sequences, unless these are ragged) whose tiles are worked on together.
 
         Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so
-        many that each has some CTAs at once, which read the same keys at about the same time: whenever others begin,
-        tiles are long again, and CTAs that have the longest of two rounds are behind.
+        many that each has some CTAs at once, which read the same keys at about the same time. Whenever others begin,
+        tiles are long again, and CTAs that have the longest of two rounds are behind: near that number the one is taken
+        with which they are the least.
         """
         p = self.problem
         row = sum(row_bytes(f, p.dtype, p.head_dim) for f in (p.k_format, p.v_format))
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
-        return max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
+        usual = max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
+        rounds = self.num_items / self.device.num_sms
+        if p.ragged or not 1 < rounds < _MANY_ROUNDS:
+            return usual
+        least, most = (max(1, self.device.num_sms // ctas) for ctas in _CTAS_OF_STREAMS)
+        others = range(min(self.num_streams, least), min(self.num_streams, max(most, usual)) + 1)
+        return min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
+
+    def _imbalance(self, streams_at_once: int) -> float:
+        """Return how much longer than the others the last CTA works under a causal mask, in steps of a per cent."""
+        ctas, group = self.device.num_sms, self.problem.group
+        index = np.arange(self.num_items)
+        per_turn = streams_at_once * group * self.num_tiles
+        turn, in_turn = np.divmod(index, per_turn)
+        heads = np.minimum(streams_at_once, self.num_streams - turn * streams_at_once) * group
+        after = (in_turn // heads + 1 - self.num_tiles) * -self.config.tile_q  # tokens before the tile
+        hidden = np.maximum(0, self.problem.num_tokens - after - self.config.tile_q)
+        steps = np.ceil(np.maximum(0, self.problem.max_kv_len - hidden) / self.config.tile_kv) + _STEPS_OF_AN_ITEM
+        turns, cta = np.divmod(index, ctas)
+        cta = np.where(turns % 2 == 0, cta, ctas - 1 - cta)
+        work = np.bincount(cta, weights=steps, minlength=ctas)
+        return round(float(work.max() / work.mean()), 2)
 
     @cached_property
     def num_items(self) -> int:
@@ -309,10 +351,12 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         If the device has too little shared memory.
     """
     p, plan = problem, prefill_plan(problem, device)
+    tbq4 = KvFormat.TBQ4 in (p.k_format, p.v_format)
     reasons = (
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
         (p.dtype is Dtype.FP32, "q is not in 16 bits"),
-        (p.softcap and KvFormat.TBQ4 in (p.k_format, p.v_format), "there is a softcap beside TBQ4"),
+        (tbq4 and p.softcap, "there is a softcap beside TBQ4"),
+        (tbq4 and p.head_dim not in _TBQ4_DIMS, f"head_dim beside TBQ4 is none of {', '.join(map(str, _TBQ4_DIMS))}"),
         (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
         (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),

@@ -252,14 +252,29 @@ def items_of_ctas(plan: cuattn.TiledPrefillPlan) -> list[list[tuple[int, int]]]:
     return [[item(i) for i in row if i < plan.num_items] for row in indices]
 
 
-@pytest.mark.parametrize("tokens", [8192, 16384, 32768])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (16, 16, 128)])
+@pytest.mark.parametrize("config", _plan.tiled_prefill_configs(H200), ids=lambda c: c.describe())
+def test_warpgroups_share_the_registers_of_a_launch(config: _plan.TiledPrefillConfig) -> None:
+    """One that asked for more would wait for them forever."""
+    assert config.launch_registers * config.num_warps * 32 <= 65536
+    for registers in (config.producer_registers, config.consumer_registers, config.launch_registers):
+        assert registers % 8 == 0
+        assert 24 <= registers <= 240
+    asked = config.consumers * config.consumer_registers + config.producer_registers
+    assert asked <= config.launch_registers * (config.consumers + 1)
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 32, 64), (32, 8, 128), (24, 4, 256), (16, 16, 128), (16, 16, 256)]
+)
 def test_ctas_have_as_much_to_do_under_a_causal_mask(heads: int, kv_heads: int, dim: int, tokens: int) -> None:
-    """Within 3 %, as the last items of a CTA are whole tiles. And each tile is done once."""
-    q, k = (np.empty((1, tokens, n, dim), np.float16) for n in (heads, kv_heads))
+    """Within 4 %, as the last items of a CTA are whole tiles. And each tile is done once."""
+    batch = max(1, 16384 // tokens)
+    q, k = (np.empty((batch, tokens, n, dim), np.float16) for n in (heads, kv_heads))
     plan = cuattn.plan_prefill(q, k, k, causal=True)
     assert isinstance(plan, cuattn.TiledPrefillPlan)
     ctas = items_of_ctas(plan)
-    assert sorted(x for items in ctas for x in items) == [(h, t) for h in range(heads) for t in range(plan.num_tiles)]
+    everything = [(h, t) for h in range(batch * heads) for t in range(plan.num_tiles)]
+    assert sorted(x for items in ctas for x in items) == everything
     keys = [sum(min(tokens, (tile + 1) * plan.config.tile_q) for _, tile in items) for items in ctas]
-    assert max(keys) <= 1.03 * sum(keys) / len(keys)
+    assert max(keys) <= 1.04 * sum(keys) / len(keys)

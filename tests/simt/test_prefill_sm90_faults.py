@@ -10,7 +10,8 @@ from simt.tiled_cases import BASE, run
 from strategies import PrefillProblem
 from tolerance import assert_prefill_call
 
-KERNEL, ITEMS, SOFTMAX = "prefill_sm90.cu", "common/prefill_items.cuh", "common/softmax.cuh"
+KERNEL, PRODUCER = "prefill_sm90.cu", "common/tiled_producer.cuh"
+ITEMS, SOFTMAX = "common/prefill_items.cuh", "common/softmax.cuh"
 CAUSAL = replace(BASE, causal=True, values="late_max")
 # Scores that grow as the kernel goes, from the last key to the first.
 RISING = replace(BASE, values="falling")
@@ -52,10 +53,15 @@ FAULTS = {
         "seqlen_q, kv_len, p.window_left",
         "seqlen_q, p.capacity, p.window_left",
     ),
-    "the page of another tile": (PAGED, KERNEL, "w.place_of_key(p, (tile - 1) * cfg::TILE_KV)", "w.place_of_key(p, 0)"),
+    "the page of another tile": (
+        PAGED,
+        PRODUCER,
+        "w.place_of_key(p, (tile - 1) * cfg::TILE_KV)",
+        "w.place_of_key(p, 0)",
+    ),
     "V from the page of other keys": (
         PAGED,
-        KERNEL,
+        PRODUCER,
         "load_values(before, at, tile + 1);",
         "load_values(at, at, tile + 1);",
     ),
@@ -151,19 +157,19 @@ FAULTS = {
     "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);\n", ""),
     "K takes the place of a tile that is read": (
         CAUSAL,
-        KERNEL,
+        PRODUCER,
         "      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
         "",
     ),
     "V takes the place of a tile that is read": (
         CAUSAL,
-        KERNEL,
+        PRODUCER,
         "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
         "",
     ),
     "Q takes the place of one that is read": (
         CAUSAL,
-        KERNEL,
+        PRODUCER,
         "      ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);\n",
         "",
     ),
@@ -186,7 +192,7 @@ FAULTS = {
         "        release(&sm.k_empty[keys.stage], at);\n        ptx::wgmma_wait<1>();\n",
     ),
     "scores are read before they are there": (CAUSAL, KERNEL, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
-    "a parity that does not change": (CAUSAL, KERNEL, "    phase ^= 1;\n", ""),
+    "a parity that does not change": (CAUSAL, PRODUCER, "    phase ^= 1;\n", ""),
     "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n      if (own.lo", "      if (own.lo"),
     "fewer arrivals than consumers": (
         CAUSAL,

@@ -17,7 +17,8 @@ from tolerance import assert_prefill, assert_prefill_call
 
 from cuattn import Tbq4Array, _plan
 
-KERNEL, TILES = "prefill_sm90.cu", "kv/tiles_sm90_tbq4.cuh"
+KERNEL, PRODUCER = "prefill_sm90.cu", "common/tiled_producer.cuh"
+TILES = "kv/tiles_sm90_tbq4.cuh"
 LEVELS, QUADS = "kv/tbq4_levels.cuh", "kv/tbq4_quads.cuh"
 TBQ4, KEYS_ONLY, VALUES_ONLY = ("tbq4", "tbq4"), ("tbq4", "raw16"), ("raw16", "tbq4")
 # By formats of K and V, dtype and head_dim, of which each is one build. Lanes have two words of codes or four.
@@ -174,7 +175,7 @@ PAGED_NORMAL = replace(PAGED, values="normal")
 FAULTS = {
     "a tile without a proxy fence": (
         NORMAL,
-        KERNEL,
+        PRODUCER,
         "  ptx::fence_proxy_async();\n  __syncwarp();\n",
         "  __syncwarp();\n",
     ),
@@ -186,13 +187,13 @@ FAULTS = {
     ),
     "K takes the place of a tile that is read": (
         NORMAL,
-        KERNEL,
+        PRODUCER,
         "      if (K::EXPANDED || asks) ptx::mbarrier_wait(&sm.k_empty[keys.stage], keys.phase ^ 1);\n",
         "",
     ),
     "V takes the place of a tile that is read": (
         NORMAL,
-        KERNEL,
+        PRODUCER,
         "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
         "",
     ),
@@ -232,7 +233,7 @@ FAULTS = {
     ),
     "values of a tile too many": (
         PADDED,
-        KERNEL,
+        PRODUCER,
         "value_codes.fetch(w.value_rows(p, at, end - tile * cfg::TILE_KV));",
         "value_codes.fetch(w.value_rows(p, at, end));",
     ),
@@ -258,10 +259,10 @@ FAULTS = {
         "(first + (static_cast<u32>(i) << 4))",
     ),
     "norms past the end": (PADDED, TILES, "|| row >= from.count) continue;", "|| row >= from.count + 1) continue;"),
-    "the page of another tile of K": (PAGED_NORMAL, KERNEL, "fetch_keys(next, tile - 1)", "fetch_keys(at, tile - 1)"),
+    "the page of another tile of K": (PAGED_NORMAL, PRODUCER, "fetch_keys(next, tile - 1)", "fetch_keys(at, tile - 1)"),
     "the page of another tile of V": (
         PAGED_NORMAL,
-        KERNEL,
+        PRODUCER,
         "fetch_values(next, tile - 1)",
         "fetch_values(at, tile - 1)",
     ),

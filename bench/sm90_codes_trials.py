@@ -62,7 +62,8 @@ class Case:
             cu_seqlens_k=None, sinks=None,
         )  # fmt: skip
         kernel = _jit.kernel(plan.config, 0, device.arch)
-        return lambda: kernel.launch(plan.grid, plan.block, params), out
+        keep = (self, out, lse)  # whose memory the parameters point to
+        return lambda: (kernel.launch(plan.grid, plan.block, params), keep)[0], out
 
     def tiled(self, config: _plan.TiledPrefillConfig) -> tuple[Callable[[], None], Any]:
         """Return a launch of `prefill_sm90.cu`, and its out."""
@@ -74,7 +75,8 @@ class Case:
             encode=_tiled.tensor_map,
         )  # fmt: skip
         kernel = _jit.kernel(config, 0, device.arch)
-        return lambda: kernel.launch(plan.grid, plan.block, params), out
+        keep = (self, out, lse)  # whose memory the parameters point to
+        return lambda: (kernel.launch(plan.grid, plan.block, params), keep)[0], out
 
 
 def _rows(tokens: int, heads: int, head_dim: int, seed: int) -> Any:  # noqa: ANN401
@@ -135,10 +137,8 @@ def main() -> None:
         pages = cupy.arange(_KEYS // _PAGE, dtype=cupy.int32)[None]
         layout = {"page_table": pages, "kv_len": cupy.array([_KEYS], cupy.int32)} if paged else {}
         launches: dict[str, tuple[Callable[[], None], float]] = {}
-        cases = []  # whose arrays the launches point to
         for formats in _FORMATS:
             case = Case((q, *(_cache(x, f, paged=paged) for x, f in zip((k, v), formats, strict=True))), layout)
-            cases.append(case)
             name = "/".join(f.value for f in formats)
             portable, want = case.portable()
             portable()

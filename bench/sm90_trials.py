@@ -22,10 +22,10 @@ from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
 
 _TOKENS, _BATCH_MS = 16384, 150.0
 _HEADS = {64: (32, 8), 128: (32, 8), 256: (24, 4)}
-# By head_dim: (consumers, tile_kv, num_stages), of which the first is what ships.
+# By head_dim: (consumers, tile_kv, num_stages); what ships comes first in each run.
 _TILES = {
-    64: ((3, 128, 4), (3, 128, 2), (2, 128, 4), (2, 192, 3), (3, 96, 4)),
-    128: ((2, 128, 3), (2, 128, 2), (2, 176, 2), (2, 160, 2), (2, 96, 3)),
+    64: ((3, 96, 4), (3, 128, 4), (3, 128, 2), (2, 128, 4), (2, 192, 3)),
+    128: ((3, 80, 3), (3, 64, 4), (2, 128, 3), (2, 176, 2), (2, 160, 2)),
     256: ((2, 80, 2), (2, 64, 2), (2, 80, 1)),
 }
 _CHOICES: tuple[dict[str, bool], ...] = (
@@ -61,7 +61,8 @@ def _variant(
         params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
     grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid
     kernel = _jit.kernel(config, 0, device.arch)
-    return lambda: kernel.launch(grid, plan.block, params), out
+    keep = (arrays, out, lse)  # whose memory the parameters point to
+    return lambda: (kernel.launch(grid, plan.block, params), keep)[0], out
 
 
 def _by_prefill_mma(arrays: tuple[Any, ...], *, causal: bool) -> Any:  # noqa: ANN401  CuPy has no types

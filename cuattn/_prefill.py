@@ -63,11 +63,12 @@ def prefill(
             ragged   (total_k, num_kv_heads, dim)              with `cu_seqlens_k`, or as ragged q
             paged    (num_pages, page_size, num_kv_heads, dim) with `page_table` and `kv_len`
 
-        and each of these goes with dense and with ragged `q`. num_kv_heads divides num_qo_heads. What lies at or past
-        `kv_len`, or in pages that are not used, may be anything, NaN included. Beside `q` in 16 bits each of the two
-        may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at multiples
-        of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The keys and values attended to are
-        those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their mean.
+        and each of these goes with dense and with ragged `q`. num_kv_heads divides num_qo_heads. Lengths and tables on
+        the GPU must stay as they are until the call has ended on its stream. What lies at or past `kv_len`, or in pages
+        that are not used, may be anything, NaN included. Beside `q` in 16 bits each of the two may be rows in TBQ4,
+        whatever the other is, for head_dim 64, 128, 256 and 512; rows of codes start at multiples of 16 bytes, and rows
+        of norms at multiples of their size or of 8 bytes. The keys and values attended to are those of `dequantize`,
+        the `mean` of a `Tbq4Array` included: scores and lse are those of keys with their mean.
     causal : bool, default False
         Whether a token sees only keys up to its own position ``p``.
     window : tuple (left, right), optional
@@ -198,7 +199,7 @@ def plan_prefill(
     -------
     PrefillPlan or TiledPrefillPlan
         Config, grid, order of work, splits, workspace and FLOPs; the latter for `prefill_sm90.cu`, which Hopper GPUs
-        have for calls in 16 bits without the options that it lacks.
+        have for 16-bit queries without the options that it lacks.
 
     Raises
     ------

@@ -76,7 +76,10 @@ def tensor_map(tiles: TensorTiles) -> np.void:
         If the driver refuses.
     """
     from cuda.bindings import driver
+    from cupy.cuda import runtime
 
+    # The driver's calls, unlike the runtime's, do not give a thread the context of its device.
+    runtime.setDevice(runtime.getDevice())
     types, rank = driver.CUtensorMapDataType, len(tiles.shape)
     kind = {
         "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

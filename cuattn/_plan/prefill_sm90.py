@@ -69,7 +69,7 @@ class TiledPrefillConfig:
     tile_kv: int
     num_stages: int = 2
     take_turns: bool = True
-    weigh_first: bool = True
+    weigh_first: bool = False
     producer_registers: int = 32
     k_format: KvFormat = KvFormat.RAW16
     v_format: KvFormat = KvFormat.RAW16
@@ -184,7 +184,7 @@ _PAGED_TBQ4_TILES = {
 }
 # With a softcap: the temporaries of hyperbolic tangents take the registers of more keys.
 _CAPPED_TILES = {256: TiledPrefillTile(2, 32, 4, weigh_first=True, producer_registers=40)}
-# Asking TMA takes some, too. In pages as elsewhere.
+# Where one of them is, asking TMA takes registers, too. In pages as elsewhere.
 _MIXED_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
     128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=72),
@@ -281,10 +281,10 @@ class TiledPrefillPlan:
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
         usual = max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
         rounds = self.num_items / self.device.num_sms
-        if p.ragged or not 1 < rounds < _MANY_ROUNDS:
+        if p.ragged or self.num_tiles == 1 or not 1 < rounds < _MANY_ROUNDS:
             return usual
-        least, most = (max(1, self.device.num_sms // ctas) for ctas in _CTAS_OF_STREAMS)
-        others = range(min(self.num_streams, least), min(self.num_streams, max(most, usual)) + 1)
+        least, most = (min(self.num_streams, max(1, self.device.num_sms // ctas)) for ctas in _CTAS_OF_STREAMS)
+        others = range(least, most + 1)
         return min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
 
     def _imbalance(self, streams_at_once: int) -> float:
@@ -366,6 +366,8 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         return replace(plan, reason=reason)
     tiled = TiledPrefillPlan(problem, device, tiled_config_of(p))
     rows = tiled.config.tile_q
+    if tiled.config.smem_bytes > device.smem_per_block:
+        return replace(plan, reason=f"{tiled.config.smem_bytes} bytes of shared memory do not fit this GPU")
     if 2 * p.total_tokens < rows * p.batch:
         return replace(plan, reason=f"fewer query tokens than half of a tile of {rows}")
     if plan.num_splits > 1 and tiled.busy < _MIN_BUSY:

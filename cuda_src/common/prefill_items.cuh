@@ -27,7 +27,6 @@ struct Item {
     return visible_keys(token0 + min(row, num_tokens - 1), seqlen_q, kv_len, p.window_left, p.window_right);
   }
   __device__ __forceinline__ bool has_keys() const { return tiles.hi > tiles.lo; }
-  __device__ __forceinline__ bool is_full(int tile) const { return full.lo <= tile && tile < full.hi; }
   // Of a row.
   __device__ __forceinline__ Place place_of_row(const TiledPrefillParams& p, int row) const {
     return {p.cu_seqlens_q != nullptr ? 0 : batch, q0 + token0 + row};

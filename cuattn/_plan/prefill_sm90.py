@@ -283,8 +283,8 @@ class TiledPrefillPlan:
         rounds = self.num_items / self.device.num_sms
         if p.ragged or self.num_tiles == 1 or not 1 < rounds < _MANY_ROUNDS:
             return usual
-        least, most = (min(self.num_streams, max(1, self.device.num_sms // ctas)) for ctas in _CTAS_OF_STREAMS)
-        others = range(least, most + 1)
+        least, most = (max(1, self.device.num_sms // ctas) for ctas in _CTAS_OF_STREAMS)
+        others = range(min(self.num_streams, least), min(self.num_streams, most) + 1)
         return min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
 
     def _imbalance(self, streams_at_once: int) -> float:

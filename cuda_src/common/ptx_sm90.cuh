@@ -86,8 +86,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// PTX ISA: setp.lt.f32, wgmma.wait_group. The same, once x and y are known, which are not negative: the compiler would move the arithmetic that they come from
-// behind the wait, where it stands beside no product. It does not move it over a branch.
+// PTX ISA: setp.lt.f32, wgmma.wait_group. The same, once x and y are known, which are not negative: the compiler would
+// move the arithmetic that they come from behind the wait, where it stands beside no product. It does not move it over
+// a branch.
 template <int N>
 __device__ __forceinline__ void wgmma_wait_behind(float x, float y) {
   asm volatile(

@@ -21,9 +21,8 @@ def unique(device):
     if device.arch == "sm_90a":
         # One of each kernel with float16 shows that its conversions compile.
         dims = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
-        return [
-            c for c in configs if c.kernel not in {"decode", "prefill_mma"} or c.dtype is not fp16 or c.head_dim in dims
-        ]
+        long = {"decode", "prefill_mma", "prefill_sm90"}
+        return [c for c in configs if c.kernel not in long or c.dtype is not fp16 or c.head_dim in dims]
     # Tiles and registers are those of sm_86: the long kernels in 16 bits show it.
     if device.arch == "sm_89":
         configs = [c for c in configs if c.kernel in {"decode", "prefill_mma"} and c.dtype is not fp32]

@@ -228,8 +228,8 @@ FAULTS = {
         replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.v_mean"
     ),
     "O stays in the rotated domain": in_format(
-        "tbq4_rows", CODES, "const RowSigns signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
-        "const RowSigns signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
+        "tbq4_rotation", CODES, "const Signs<ROTATING> signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
+        "const Signs<ROTATING> signs(cfg::SIGNS1, cfg::SIGNS2, lane % ROTATING);",
     ),
     # Orders that two policies must share
     "another order of rows in K of 16 bits": in_format("raw", RAW, "row(tile_row(lane % 16))", "row(lane % 16)"),

@@ -13,6 +13,7 @@ from tolerance import assert_prefill
 KERNEL, WORK, LOADER = "prefill_mma.cu", "common/prefill_work.cuh", "common/tile_loader.cuh"
 EPILOGUE = "common/prefill_epilogue.cuh"
 SOFTMAX, TILE, TBQ4 = "common/softmax.cuh", "common/tile16.cuh", "kv/tiles_tbq4.cuh"
+LEVELS = "kv/tbq4_levels.cuh"
 TF32, FLOATS = "common/tf32.cuh", "common/products32.cuh"
 # Two row tiles a warp, several tiles of keys and of rows, and a mask that begins and ends inside of tiles.
 RAW = PrefillProblem(((70, 150), (40, 40)), num_kv_heads=2, group=3, causal=True, values="late_max")
@@ -160,10 +161,10 @@ FAULTS = {
         "// all have read them",
     ),
     # TBQ4
-    "codes of upper halves are not mirrored": (CODES, TBQ4, "^ (high - (high >> 3))", ""),
-    "signs of odd and even codes exchanged": (CODES, TBQ4, "ptx::prmt(even, high,", "ptx::prmt(high, even,"),
+    "codes of upper halves are not mirrored": (CODES, LEVELS, "^ (high - (high >> 3))", "^ (high - high)"),
+    "signs of odd and even codes exchanged": (CODES, LEVELS, "ptx::prmt(even, word,", "ptx::prmt(word, even,"),
     "norms of the tile before": (CODES, KERNEL, "norms.store(sm, i + 2, at);", "norms.store(sm, i + 1, at);"),
-    "norms are not scaled": (NORMS, TBQ4, "static_cast<u32>(127 + TOP - exponent) << 23", "127u << 23"),
+    "norms are not scaled": (NORMS, LEVELS, "static_cast<u32>(127 + TOP - exponent) << 23", "127u << 23"),
     "weights do not follow the scale of values": (
         NORMS,
         KERNEL,

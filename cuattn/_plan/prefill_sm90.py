@@ -285,7 +285,8 @@ class TiledPrefillPlan:
             return usual
         least, most = (max(1, self.device.num_sms // ctas) for ctas in _CTAS_OF_STREAMS)
         others = range(min(self.num_streams, least), min(self.num_streams, most) + 1)
-        return min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
+        found: int = min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
+        return found
 
     def _imbalance(self, streams_at_once: int) -> float:
         """Return how much longer than the others the last CTA works under a causal mask, in steps of a per cent."""

@@ -8,7 +8,6 @@ gets slower does so for all; the largest difference from `prefill_mma.cu`, whose
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,6 +20,8 @@ import numpy as np
 import cuattn
 from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
 from cuattn._kinds import KvFormat
+
+from .sm90_trials import last_rows, milliseconds_in_turn
 
 _TOKENS, _KEYS, _PAGE, _BATCH_MS = 2048, 32768, 64, 60.0
 _HEADS = {64: (32, 8), 128: (32, 8), 256: (24, 4)}
@@ -110,20 +111,6 @@ def _configs(head_dim: int, formats: tuple[KvFormat, KvFormat], *, paged: bool) 
     return configs
 
 
-def _last_rows(out: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
-    return cupy.asnumpy(out[:, -512:]).astype(np.float32)
-
-
-def _milliseconds(launch: Callable[[], None], count: int) -> float:
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    begin.record()
-    for _ in range(count):
-        launch()
-    end.record()
-    end.synchronize()
-    return cupy.cuda.get_elapsed_time(begin, end) / count
-
-
 def main() -> None:
     """Print a line for each variant."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,15 +138,13 @@ def main() -> None:
                     print(f"{name} {choice}: {str(error).splitlines()[0]}", flush=True)
                     continue
                 launch()
-                launches[f"{name} {choice}"] = launch, float(np.abs(_last_rows(out) - _last_rows(want)).max())
+                launches[f"{name} {choice}"] = launch, float(np.abs(last_rows(out) - last_rows(want)).max())
         flops = 4 * heads * head_dim * sum(range(_KEYS - _TOKENS + 1, _KEYS + 1))
-        times: dict[str, list[float]] = {name: [] for name in launches}
-        for name, (launch, _) in (item for _ in range(options.rounds) for item in launches.items()):
-            count = max(1, round(_BATCH_MS / _milliseconds(launch, 1)))
-            times[name].append(_milliseconds(launch, count))
-        base = statistics.median(times["raw16/raw16 shipped"])
-        for name, found in times.items():
-            ms = statistics.median(found)
+        times = milliseconds_in_turn(
+            {name: launch for name, (launch, _) in launches.items()}, options.rounds, _BATCH_MS
+        )
+        base = times["raw16/raw16 shipped"]
+        for name, ms in times.items():
             line = f"{head_dim} {'paged' if paged else 'dense'} {flops / ms / 1e9:6.1f} TFLOP/s"
             print(f"{line} {base / ms:6.1%} difference {launches[name][1]:.1e}  {name}", flush=True)
 

@@ -73,7 +73,8 @@ def _by_prefill_mma(arrays: tuple[Any, ...], *, causal: bool) -> Any:  # noqa: A
     return out
 
 
-def _last_rows(out: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401  CuPy has no types
+def last_rows(out: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401  CuPy has no types
+    """Return the last query tokens, which see the most keys, on the CPU."""
     return cupy.asnumpy(out[:, -512:]).astype(np.float32)
 
 
@@ -85,6 +86,15 @@ def _milliseconds(launch: Callable[[], None], count: int) -> float:
     end.record()
     end.synchronize()
     return cupy.cuda.get_elapsed_time(begin, end) / count
+
+
+def milliseconds_in_turn(launches: dict[str, Callable[[], None]], rounds: int, batch_ms: float) -> dict[str, float]:
+    """Return the median of each over rounds in which all take turns, a batch of calls each."""
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    for name, launch in (item for _ in range(rounds) for item in launches.items()):
+        count = max(1, round(batch_ms / _milliseconds(launch, 1)))
+        times[name].append(_milliseconds(launch, count))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def main() -> None:
@@ -107,16 +117,11 @@ def main() -> None:
                 config = replace(shipped, **fields, **choice)
                 launch, out = _variant(arrays, config, causal=causal, order=order)
                 launch()
-                error = float(np.abs(_last_rows(out) - _last_rows(want)).max())
+                error = float(np.abs(last_rows(out) - last_rows(want)).max())
                 name = f"{tile} {choice or ''} {order} error {error:.1e}"
                 launches[name] = launch
         flops = 4 * _TOKENS**2 * _HEADS[head_dim][0] * head_dim / (2 if causal else 1)
-        times: dict[str, list[float]] = {name: [] for name in launches}
-        for name, launch in (item for _ in range(options.rounds) for item in launches.items()):
-            count = max(1, round(_BATCH_MS / _milliseconds(launch, 1)))
-            times[name].append(_milliseconds(launch, count))
-        for name, found in times.items():
-            ms = statistics.median(found)
+        for name, ms in milliseconds_in_turn(launches, options.rounds, _BATCH_MS).items():
             print(
                 f"{head_dim} {'causal' if causal else 'full'} {flops / ms / 1e9:6.1f} TFLOP/s {ms:7.3f} ms  {name}",
                 flush=True,

@@ -1,11 +1,13 @@
 """Problems of prefill_sm90.cu for the CPU harness, in tiles so small that short sequences have edges."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from simt import product
+import pytest
+from simt import harness, product
 from strategies import PrefillProblem
-from tolerance import assert_prefill
+from tolerance import assert_prefill, assert_prefill_call
 
 
 def config(consumers: int, tile_kv: int, num_stages: int, **choices: bool) -> dict[str, int]:
@@ -30,3 +32,22 @@ def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choice
 
 def check(problem: PrefillProblem, **choices: Any) -> None:
     assert_prefill(problem, *run(problem, **choices))
+
+
+# Schedules of which one must show a fault.
+SEEDS = 6
+
+
+def assert_caught(
+    problem: PrefillProblem, arrays: tuple[Any, ...], patch: tuple[str, str, str], run: Callable[..., Any]
+) -> None:
+    """A call is right without a fault; wrong, or stopped by the harness, with it under one of a few schedules."""
+    for seed in range(SEEDS):
+        assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed))
+        try:
+            assert_prefill_call(arrays, problem.options(), run(problem, arrays, seed=seed, patches=(patch,)))
+        except (harness.KernelError, AssertionError) as error:
+            if "does not compile" in str(error):
+                raise
+            return
+    pytest.fail("no schedule shows the fault")

@@ -14,7 +14,8 @@ WORKERS = 2
 def unique(device):
     """For an H200 every config of the short kernels, and of the long ones those that differ in more than a conversion.
 
-    For other GPUs those that differ in more than that, the length of a loop, or the size of a table.
+    For other GPUs those that differ in more than that, the length of a loop, or the size of a table. What is far from
+    any limit of registers, merge, append and dequantize, is left to the oldest of them, and its head_dims to the ends.
     """
     configs = list(dict.fromkeys(_plan.shipped_configs(device)))
     fp16, fp32 = _plan.Dtype.FP16, _plan.Dtype.FP32
@@ -22,10 +23,13 @@ def unique(device):
         # One of each kernel with float16 shows that its conversions compile.
         dims = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
         long = {"decode", "prefill_mma", "prefill_sm90"}
-        return [c for c in configs if c.kernel not in long or c.dtype is not fp16 or c.head_dim in dims]
-    # Tiles and registers are those of sm_86: the long kernels in 16 bits show it.
-    if device.arch == "sm_89":
-        configs = [c for c in configs if c.kernel in {"decode", "prefill_mma"} and c.dtype is not fp32]
+        configs = [c for c in configs if c.kernel not in long or c.dtype is not fp16 or c.head_dim in dims]
+        return [c for c in configs if c.kernel != "merge" or c.head_dim in dims]
+    if device.arch != "sm_80":
+        configs = [c for c in configs if c.kernel in {"decode", "prefill_mma", "quantize"}]
+    # Tiles and registers are those of sm_86 and of sm_90a: kernels in 16 bits show it.
+    if device.arch in {"sm_89", "sm_100a"}:
+        configs = [c for c in configs if c.kernel != "quantize" and c.dtype is not fp32]
     # With a larger table of means fewer CTAs share the registers.
     alike = {
         "decode": lambda c: c.dtype is fp16 or c.k_format is not c.v_format,

@@ -145,7 +145,7 @@ def test_a_norm_that_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other
     problem = of(choice, seqlens=((80, 100), (80, 100)), causal=True)
     q, k, v = problem.arrays()
     block = min(problem.head_dim, 128)
-    for key in (0, 20, 55, 99):  # of the first sequence; its tokens stand at 20 to 99
+    for key in (0, 55, 99):  # of the first sequence; its tokens stand at 20 to 99
         seen = slice(max(0, key - 20), None)
         if problem.v_format == "tbq4":
             arrays = (q, k, with_norm(v, (0, key, 1, 0), bad))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from simt import harness, product
+from simt.faults import selected
 from strategies import Problem
 from tolerance import assert_call, assert_decode
 
@@ -305,7 +306,7 @@ def check_without_fault(problem: Problem, spoil: Callable[[Arrays], Arrays], num
     check_law(problem, spoil(problem.arrays()), num_splits=num_splits, seed=seed)
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("fault", selected(FAULTS).values(), ids=selected(FAULTS).keys())
 def test_a_planted_fault_is_caught(fault: Fault) -> None:
     """Right without the fault; wrong, or stopped by the harness, with it under one of a few schedules."""
     problem, num_splits = fault.problem, fault.num_splits

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from simt import harness, product
+from simt.faults import selected
 from strategies import PrefillProblem
 from tolerance import assert_prefill
 
@@ -253,7 +254,7 @@ def check_without_fault(problem: PrefillProblem, changes: tuple[tuple[str, int],
     assert_prefill(problem, *prefill(problem, seed=seed, changes=dict(changes)))
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("fault", selected(FAULTS).values(), ids=selected(FAULTS).keys())
 def test_a_planted_fault_is_caught(fault: tuple[Any, ...]) -> None:
     """Right without the fault; wrong, or stopped by the harness, with it under one of a few schedules."""
     problem, *rest = fault

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simt.faults import selected
 from simt.tiled_cases import BASE, assert_caught, run
 from strategies import PrefillProblem
 
@@ -333,7 +334,7 @@ def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
     return q, k, v
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", selected(FAULTS))
 def test_a_planted_fault_is_caught(name: str) -> None:
     problem, *patch = FAULTS[name]
     assert_caught(problem, spoiled(problem, name), tuple(patch), run)

@@ -9,6 +9,7 @@ import strategies
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from simt import product
+from simt.faults import selected
 from simt.prefill_cases import assert_same_bits, changed
 from simt.test_prefill_sm90 import KEYS, ROWS, WINDOWS, has_keys_and_queries
 from simt.tiled_cases import assert_caught, config
@@ -308,7 +309,7 @@ def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
     return (q, k, with_norm(v, (0, -1, 1, 0), np.inf) if "finite" in name else v)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", selected(FAULTS))
 def test_a_planted_fault_is_caught(name: str) -> None:
     problem, *patch = FAULTS[name]
     assert_caught(problem, spoiled(problem, name), tuple(patch), run)

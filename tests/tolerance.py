@@ -85,6 +85,14 @@ FLOAT16_EXPONENT = 15
 MAX_EXPONENT = 700.0
 
 
+# Relative error of an lse whose sum of weights is a whole number, and exact: its float32 log2 is good to an ulp
+# (2^-23), the product with ln 2 to half of one, as is ln 2 itself.
+LSE_OF_A_WHOLE_SUM = 2.0**-22
+# Relative difference of two lse in float32 whose scores of 64 products are summed in two orders: eight roundings of
+# each order, half an ulp (2^-24) each of a sum of magnitudes that lse is not far below.
+LSE_OF_TWO_ORDERS = 16 * 2.0**-24
+
+
 def of_positive_sums(num_keys: int) -> float:
     """Relative error of out and lse in float32 where all values and weights are positive.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -70,7 +70,7 @@ class TiledPrefillConfig:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = False
-    producer_registers: int = 32
+    producer_registers: int = field(kw_only=True)
     k_format: KvFormat = KvFormat.RAW16
     v_format: KvFormat = KvFormat.RAW16
     paged: bool = False
@@ -153,7 +153,7 @@ class TiledPrefillTile:
     num_stages: int = 2
     take_turns: bool = True
     weigh_first: bool = False
-    producer_registers: int = 32
+    producer_registers: int = field(kw_only=True)
 
 
 # By head_dim; docs/prefill.md has the sums and the trials.

@@ -68,6 +68,17 @@ def run(problem: PrefillProblem, **choices: Any) -> tuple[np.ndarray, np.ndarray
     return launch(problem.arrays(), problem.options(), **choices)
 
 
+def with_value(problem: PrefillProblem, v: np.ndarray, key: int, value: float) -> np.ndarray:
+    """A copy of v with another element 5 of KV head 1 at a key of the first sequence."""
+    changed = v.copy()
+    if problem.kv_layout == "paged":
+        page = problem.options()["page_table"][0, key // problem.page_size]
+        changed[page, key % problem.page_size, 1, 5] = value
+    else:
+        changed[0, key, 1, 5] = value
+    return changed
+
+
 @every_format
 @settings(settings.get_profile("gpu"))
 @given(data=st.data())
@@ -144,12 +155,7 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(config: _plan.
     problem = of(config)
     q, k, v = problem.arrays()
     for key in (0, 399, 400, 510, 699):  # tokens stand at 400 to 699
-        spoiled = v.copy()
-        if config.paged:
-            page = problem.options()["page_table"][0, key // problem.page_size]
-            spoiled[page, key % problem.page_size, 1, 5] = bad
-        else:
-            spoiled[0, key, 1, 5] = bad
+        spoiled = with_value(problem, v, key, bad)
         out, lse = launch((q, k, spoiled), problem.options())
         assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
         sees = np.zeros(out.shape, bool)
@@ -232,12 +238,7 @@ def test_a_value_that_is_not_finite_and_before_a_window_is_not_seen(
     problem = of(config, window=(130, None), sinks=True)
     q, k, v = problem.arrays()
     for key in (271, 300, 450):  # tokens stand at 400 to 699
-        spoiled = v.copy()
-        if config.paged:
-            page = problem.options()["page_table"][0, key // problem.page_size]
-            spoiled[page, key % problem.page_size, 1, 5] = bad
-        else:
-            spoiled[0, key, 1, 5] = bad
+        spoiled = with_value(problem, v, key, bad)
         out, lse = launch((q, k, spoiled), problem.options())
         assert_prefill_call((q, k, spoiled), problem.options(), (out, lse))
         sees = np.zeros(out.shape, bool)

@@ -25,7 +25,7 @@ from simt.prefill_cases import (
     small,
 )
 from strategies import PrefillProblem, Problem, prefill_problems
-from tolerance import assert_decode, assert_prefill, assert_prefill_call
+from tolerance import LSE_OF_A_WHOLE_SUM, assert_decode, assert_prefill, assert_prefill_call
 
 from cuattn import _plan
 
@@ -122,9 +122,7 @@ def test_a_scale_of_zero_gives_the_mean_of_the_values() -> None:
     arrays[2][...] = 3
     out, lse = run(problem, arrays, softmax_scale=0.0)
     assert (out == 3).all()
-    # The sum of weights is a whole number, and exact. Its float32 log2 is good to an ulp (2^-23), the product with ln 2
-    # to half of one, as is ln 2 itself: no more than 2^-22 together.
-    np.testing.assert_allclose(lse, np.log(np.arange(2, 42))[:, None].repeat(6, axis=1), rtol=2.0**-22)
+    np.testing.assert_allclose(lse, np.log(np.arange(2, 42))[:, None].repeat(6, axis=1), rtol=LSE_OF_A_WHOLE_SUM)
 
 
 @pytest.mark.parametrize("values", ["normal", "rising"])

@@ -18,15 +18,15 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
+from cuattn import _arrays, _check, _jit, _plan, _prefill_params, _tiled
 
 _TOKENS, _BATCH_MS = 16384, 150.0
 _HEADS = {64: (32, 8), 128: (32, 8), 256: (24, 4)}
 # By head_dim: (consumers, tile_kv, num_stages); what ships comes first in each run.
 _TILES = {
     64: ((3, 96, 4), (3, 128, 4), (3, 128, 2), (2, 128, 4), (2, 192, 3)),
-    128: ((3, 80, 3), (3, 64, 4), (2, 128, 3), (2, 176, 2), (2, 160, 2)),
-    256: ((2, 80, 2), (2, 64, 2), (2, 80, 1)),
+    128: ((3, 64, 4), (3, 80, 3), (2, 128, 3), (2, 176, 2), (2, 160, 2)),
+    256: ((2, 64, 2), (2, 80, 2), (2, 80, 1)),
 }
 _CHOICES: tuple[dict[str, bool], ...] = (
     {},
@@ -34,7 +34,7 @@ _CHOICES: tuple[dict[str, bool], ...] = (
     {"weigh_first": False},
     {"take_turns": False, "weigh_first": False},
 )
-_ORDERS = ("", "heads that fit L2", "a CTA an item")
+_ORDERS = ("", "all heads at once", "a CTA an item")
 
 _NO_LENGTHS = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k"))
 
@@ -56,19 +56,30 @@ def _variant(
     call = _check.prefill(*arrays, causal=causal)
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = cupy.empty(call.out_shape, call.q.dtype), cupy.empty(call.out_shape[:-1], cupy.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=None, encode=_tiled.tensor_map, **_NO_LENGTHS)
-    if order == "heads that fit L2":
-        params["streams_at_once"] = max(1, device.l2_bytes // 2 // (call.k.rows[0, :, 0].nbytes * 2))
+    claimed = cupy.zeros(1, cupy.int32)
+    params = _prefill_params.tiled_params_of(
+        call, plan, out=out, lse=lse, items_claimed=claimed, sinks=None, encode=_tiled.tensor_map, **_NO_LENGTHS
+    )
+    if order == "all heads at once":
+        params["streams_at_once"] = plan.num_streams
     grid = (plan.num_items, 1, 1) if order == "a CTA an item" else plan.grid
     kernel = _jit.kernel(config, 0, device.arch)
     keep = (arrays, out, lse)  # whose memory the parameters point to
-    return lambda: (kernel.launch(grid, plan.block, params), keep)[0], out
+
+    def launch() -> None:
+        claimed.data.memset_async(0, claimed.nbytes)
+        kernel.launch(grid, plan.block, params)
+        _ = keep
+
+    return launch, out
 
 
 def _by_prefill_mma(arrays: tuple[Any, ...], *, causal: bool) -> Any:  # noqa: ANN401  CuPy has no types
     device, call = _arrays.device(0), _check.prefill(*arrays, causal=causal)
     plan, out = _plan.prefill_plan(call.problem, device, 1), cupy.empty(call.out_shape, call.q.dtype)
-    params = _prefill.params_of(call, plan, out=out, lse=None, parts=None, states=None, sinks=None, **_NO_LENGTHS)
+    params = _prefill_params.params_of(
+        call, plan, out=out, lse=None, parts=None, states=None, sinks=None, **_NO_LENGTHS
+    )
     _jit.kernel(plan.config, 0, device.arch).launch(plan.grid, plan.block, params)
     return out
 
@@ -108,7 +119,7 @@ def main() -> None:
         arrays = _arrays_of(head_dim)
         want = _by_prefill_mma(arrays, causal=causal)
         launches: dict[str, Callable[[], None]] = {}
-        shipped = _plan.tiled_prefill_config(_plan.Dtype.BF16, head_dim)
+        shipped = _plan.tiled_prefill_config(_plan.Dtype.BF16, (head_dim, head_dim))
         for n, tile in enumerate(_TILES[head_dim]):
             for choice, order in product(_CHOICES, _ORDERS):
                 if (choice or order) and n > 0 and not options.all_choices:

@@ -12,6 +12,12 @@ _I64 = np.int64
 _I32 = np.int32
 _F32 = np.float32
 _TENSOR_MAP = np.dtype("V128")
+# Axes of arrays whose strides the kernels of attention take.
+_AXES = {
+    **dict.fromkeys(("q", "out"), ("batch", "token", "head")),
+    **dict.fromkeys(("k", "v", "k_norms", "v_norms"), ("page", "token", "head")),
+    "page_table": ("batch", "page"),
+}
 
 
 def _struct(**fields: type[np.generic] | np.dtype[Any]) -> np.dtype[np.void]:
@@ -170,6 +176,7 @@ TILED_PREFILL = _struct(
     kv_len=_POINTER,
     page_table=_POINTER,
     sinks=_POINTER,
+    items_claimed=_POINTER,
     q_stride_batch=_I64,
     q_stride_token=_I64,
     q_stride_head=_I64,
@@ -207,7 +214,7 @@ TILED_PREFILL = _struct(
     softmax_scale_log2=_F32,
     softcap_log2=_F32,
     scale_over_softcap=_F32,
-    reserved=np.dtype((_I32, 14)),
+    reserved=np.dtype((_I32, 12)),
 )
 
 QUANTIZE = _struct(
@@ -281,6 +288,16 @@ APPEND = _struct(
     num_sink=_I32,
     num_recent=_I32,
 )
+
+
+def strides(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Return the strides, in bytes, that the kernels of attention take of arrays; zeros where one is None."""
+    values: dict[str, int] = {}
+    for name, axes in _AXES.items():
+        array = arrays[name]
+        found = (0,) * len(axes) if array is None else array.strides
+        values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, found, strict=False))
+    return values
 
 
 def fill(struct: np.dtype[np.void], values: Mapping[str, Any]) -> np.ndarray[Any, Any]:

@@ -135,14 +135,7 @@ def _params_of(
         "page_table": segment.page_table, "sinks": sinks,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
-    for axes, names in (
-        (("batch", "token", "head"), ("q", "out")),
-        (("page", "token", "head"), ("k", "v", "k_norms", "v_norms")),
-        (("batch", "page"), ("page_table",)),
-    ):
-        for name in names:
-            strides = (0,) * len(axes) if arrays[name] is None else arrays[name].strides
-            values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, strides, strict=False))
+    values |= _params.strides(arrays)
     # From a step of a warp to its next one.
     for name in ("k", "v", "k_norms", "v_norms"):
         values[f"{name}_stride_step"] = values[f"{name}_stride_token"] * segment.plan.config.keys_per_step

@@ -10,9 +10,8 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import Array
+from ._plan.prefill_sm90 import CHUNK
 
-# Elements of a row of 128 bytes, which TMA swizzles.
-CHUNK = 64
 _MAX_STRIDE = 2**40
 # Maps are functions of what they are made of, an address among it: those of arrays that are gone do no harm.
 _MAX_MAPS = 1024

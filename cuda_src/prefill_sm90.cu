@@ -2,8 +2,9 @@
 // TBQ4, dense, padded, ragged, and in pages.
 // SPDX-License-Identifier: Apache-2.0
 //
-//   grid   as many CTAs as the plan asks for, one an SM; each takes items in the order of for_items
-//   block  CONSUMERS warpgroups that attend, and one of which a warp asks TMA for tiles, or all expand codes
+//   grid   as many CTAs as the plan asks for, one an SM; each works on items in the order of find_item
+//   block  CONSUMERS warpgroups that attend, and one of which a warp finds items, which all have by a queue, and asks
+//          TMA for tiles, another for queries; or all of its warps expand codes
 //   item   TILE_Q query tokens of one head, 64 for each consumer, against all keys that they see, the last first
 //
 // Tiles lie in shared memory as TMA writes them: chunks of 64 columns, rows of 128 bytes, swizzled. Mbarriers say of
@@ -16,9 +17,11 @@
 
 namespace {
 
-constexpr int STEP = 16;                                                    // the K of wgmma
-constexpr int KEY_TILES = cfg::TILE_KV / 8, DIM_TILES = cfg::HEAD_DIM / 8;  // of 8 columns of an accumulator
+constexpr int STEP = 16;                                                     // the K of wgmma
+constexpr int KEY_TILES = cfg::TILE_KV / 8, DIM_TILES = cfg::VALUE_DIM / 8;  // of 8 columns of an accumulator
 static_assert(cfg::TILE_KV % STEP == 0, "keys are the K of P V");
+static_assert(cfg::HEAD_DIM % STEP == 0, "columns are the K of Q K^T");
+static_assert(DIM_TILES % 4 == 0, "four lanes store four tiles at a time");
 
 // Named barriers; 0 is __syncthreads. Each has one for every consumer.
 enum {
@@ -67,7 +70,7 @@ struct Turns {
   }
 };
 
-// This warp has read what `empty` guards.
+// This warp has read what `empty` guards; all its lanes have waited for it, as after a wgmma.
 __device__ __forceinline__ void release(u64* empty, const Lane& at) {
   if (at.lane == 0) ptx::mbarrier_arrive(empty);
 }
@@ -87,29 +90,30 @@ __device__ __forceinline__ void begin_scores(Scores& s, u64 q, u64 k) {
 __device__ __forceinline__ void begin_outputs(Outputs& o, const Weights& weights, u64 v) {
 #pragma unroll
   for (int step = 0; step < cfg::TILE_KV / STEP; ++step) {
-    ptx::wgmma_rs<V::Operand, cfg::HEAD_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
+    ptx::wgmma_rs<V::Operand, cfg::VALUE_DIM, 1>(o, weights[step], v + step * STEP * ROW_BYTES / 16, true);
   }
 }
 
 // Zeros take the place of a tile's rows from `count` on, which are none of the sequence: of values, as weights of 0
 // would make NaN of a NaN; all consumers store the same. (The swizzle stays within a row.)
-template <int ROWS>
-__device__ __forceinline__ void clear_rows(Elem (&tile)[CHUNKS][ROWS * CHUNK], int count, const Lane& at) {
+template <int ROWS, int NUM_CHUNKS>
+__device__ __forceinline__ void clear_rows(Elem (&tile)[NUM_CHUNKS][ROWS * CHUNK], int count, const Lane& at) {
   constexpr int VECTORS = ROW_BYTES / 16;  // of a row of a chunk
 #pragma unroll 1
   for (int i = max(0, count) * VECTORS + static_cast<int>(threadIdx.x) % GROUP_THREADS; i < ROWS * VECTORS;
        i += GROUP_THREADS) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
+    for (int c = 0; c < NUM_CHUNKS; ++c) reinterpret_cast<uint4*>(tile[c])[i] = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(FIRST_CLEARED + at.group, GROUP_THREADS);  // the zeros are there
 }
 
 // Scores of keys that a row does not see. The two ends of a window are apart, as tiles hardly ever have both.
-__device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, const Item& w, int tile, const Lane& at) {
+__device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, const Item& w, const KeyRange& full,
+                                     int tile, const Lane& at) {
   const int key0 = tile * cfg::TILE_KV + 2 * at.t;  // of this lane
-  if (tile >= w.full.hi) {
+  if (tile >= full.hi) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int hi = w.keys(p, at.row(r)).hi - key0;
@@ -122,7 +126,7 @@ __device__ __forceinline__ void hide(Scores& s, const TiledPrefillParams& p, con
       }
     }
   }
-  if (tile < w.full.lo) {
+  if (tile < full.lo) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lo = w.keys(p, at.row(r)).lo - key0;
@@ -244,23 +248,26 @@ __device__ __forceinline__ bool has_bad_values(const TiledPrefillParams& p, cons
   for (int key = begin; key < end; ++key) {
     if (seen.lo <= key && key < seen.hi) key = seen.hi;
     if (key >= end) break;
-    bad |= V::is_bad(w.value_rows(p, w.place_of_key(p, key), 1), at.lane);
+    bad |= V::is_bad(w.values_of(p).at(w.place_of_key(p, key)), at.lane);
   }
   return __any_sync(FULL_MASK, bad);
 }
 
 __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, const Item& w, const Lane& at) {
   using Row = LaneRow<cfg::HEAD_DIM>;
+  using ValueRow = LaneRow<cfg::VALUE_DIM>;
 #pragma unroll 1
   for (int row = at.row0; row < min(at.row0 + 16, w.num_tokens); ++row) {
-    Row q, o{};
-    SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, {w.query(p, row), nullptr, 0, 0, 1}, at.lane);
+    Row q;
+    ValueRow o{};
+    SwizzledRaw16<Elem, cfg::HEAD_DIM>::load_row(q, {w.query(p, row), nullptr}, at.lane);
     float m = neg_inf(), l = 0.f;
     const KeyRange keys = w.keys(p, row);
 #pragma unroll 1
     for (int key = keys.lo; key < keys.hi; ++key) {
-      Row k, v;
-      K::load_row(k, w.key_rows(p, w.place_of_key(p, key), 1), at.lane);
+      Row k;
+      ValueRow v;
+      K::load_row(k, w.keys_of(p).at(w.place_of_key(p, key)), at.lane);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Row::VECTORS; ++i) {
@@ -274,9 +281,9 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
       const float by = softmax::weight(m, m_new), weight = softmax::weight(x, m_new);
       m = m_new;
       l = l * by + weight;
-      V::load_row(v, w.value_rows(p, w.place_of_key(p, key), 1), at.lane);
+      V::load_row(v, w.values_of(p).at(w.place_of_key(p, key)), at.lane);
 #pragma unroll
-      for (int i = 0; i < Row::VECTORS; ++i) {
+      for (int i = 0; i < ValueRow::VECTORS; ++i) {
         o.x[i].x = o.x[i].x * by + weight * v.x[i].x, o.x[i].y = o.x[i].y * by + weight * v.x[i].y;
         o.x[i].z = o.x[i].z * by + weight * v.x[i].z, o.x[i].w = o.x[i].w * by + weight * v.x[i].w;
       }
@@ -284,9 +291,9 @@ __device__ __forceinline__ void attend_plainly(const TiledPrefillParams& p, cons
     const float by = finish(p, w, m, l);
     if (at.lane == 0 && p.lse != nullptr) p.lse[w.flat(p, row)] = softmax::lse(m, l);
 #pragma unroll
-    for (int i = 0; i < Row::VECTORS; ++i) {
-      const int dim = Row::dim(i, at.lane);
-      if (dim >= cfg::HEAD_DIM) continue;
+    for (int i = 0; i < ValueRow::VECTORS; ++i) {
+      const int dim = ValueRow::dim(i, at.lane);
+      if (dim >= cfg::VALUE_DIM) continue;
       store4(reinterpret_cast<Elem*>(w.out(p, row)) + dim,
              make_float4(o.x[i].x * by, o.x[i].y * by, o.x[i].z * by, o.x[i].w * by));
     }
@@ -321,23 +328,13 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
   Factors factors{};
   factors.fill([&](int, int) { return cfg::SOFTCAP ? 1.f : p.softmax_scale_log2; });
   int count = 0;  // of tiles so far
-  u32 q_phase = 0;
+  QueuePlace place;
   if (at.group == cfg::CONSUMERS - 1) turns.end();  // the first one begins
 
-  for_items(p, [&](const Item& found) {
-    // Tiles that the rows of this warpgroup see, if it has any, and see whole.
-    const int first_row = at.group * GROUP_ROWS, last_row = first_row + GROUP_ROWS - 1;
-    KeyRange own = found.tiles_of(p, first_row, last_row);
-    if (first_row >= found.num_tokens || own.lo == own.hi) own = {found.tiles.lo, found.tiles.lo};
-    const KeyRange full = found.full_tiles_of(p, first_row, last_row);
-    // The item is in shared memory, which leaves registers to the loop over its tiles.
-    Item& w = sm.items[at.row0 / 16];
-    __syncwarp();  // all have read the one before
-    if (at.lane == 0) {
-      w = found;
-      w.full = full;
-    }
-    __syncwarp();  // it is there
+  // Items stay in shared memory, which leaves registers to the loop over tiles.
+  const auto attend = [&](const ItemQueue::Queued& w) {
+    const KeyRange own = uniform(w.own[at.group]);
+    const KeyRange& full = w.full[at.group];
     State state;
     float q_scale[2] = {};   // of Q where it is rotated
     float log2_scale = 0.f;  // outputs are accumulators times 2 to this power
@@ -350,7 +347,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       }
     };
     if constexpr (K::EXPANDED) {
-      if (found.has_keys()) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
+      if (w.has_keys()) rotate_queries(p, w, sm, at, q_scale);  // before accumulators take registers
     }
     Outputs o;
     // Accumulators have the scale of the tile of V that is added next. (If weights had it rather, a row that sees small
@@ -367,7 +364,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
     };
 #pragma unroll
     for (int i = 0; i < DIM_TILES * 4; ++i) o[i] = 0.f;
-    const int last = count + found.tiles.hi - 1;  // tile `t` is number last - t of all
+    const int last = count + uniform(w.tiles.hi) - 1;  // tile `t` is number last - t of all
     // Tiles that only rows of other warpgroups see. Each is waited for, as arrivals for two phases could meet in one.
     const auto leave_out = [&](int first, int end) {
 #pragma unroll 1
@@ -376,15 +373,17 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         turns.begin();
         turns.end();
         ptx::mbarrier_wait(&sm.k_full[unseen.stage], unseen.phase);
+        __syncwarp();
         release(&sm.k_empty[unseen.stage], at);
         ptx::mbarrier_wait(&sm.v_full[unseen.stage], unseen.phase);
+        __syncwarp();
         release(&sm.v_empty[unseen.stage], at);
       }
     };
-    leave_out(own.hi, found.tiles.hi);
-    if (!K::EXPANDED && found.has_keys()) {
-      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);
-      q_phase ^= 1;
+    leave_out(own.hi, uniform(w.tiles.hi));
+    if (!K::EXPANDED) {
+      ptx::mbarrier_wait(&sm.q_full[at.group], place.parity());
+      __syncwarp();
       if (own.lo == own.hi) release(&sm.q_empty[at.group], at);
     }
     if (own.lo < own.hi) {
@@ -410,7 +409,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       release(&sm.k_empty[first.stage], at);
       if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
       cap(s, p);
-      if (tile < full.lo || tile >= full.hi) hide(s, p, w, tile, at);
+      if (tile < full.lo || tile >= full.hi) hide(s, p, w, full, tile, at);
       absorb(weights, s, state, factors, true, by);
       scale_outputs(first);
       // TMA itself puts zeros behind the end of an array.
@@ -439,7 +438,7 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         release(&sm.k_empty[keys.stage], at);
         if (!K::EXPANDED && tile == own.lo) release(&sm.q_empty[at.group], at);
         cap(s, p);
-        if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);
+        if constexpr (decltype(masked)::value) hide(s, p, w, full, tile, at);
         if constexpr (cfg::WEIGH_FIRST) {
           const bool grew = weigh(s, state, factors, by);
           ptx::wgmma_wait_behind<0>(state.l[0][0], state.l[0][1]);
@@ -462,9 +461,10 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
         if (tile <= full.lo || tile > full.hi) {
           step(Flag<true>{});
         } else {
+          const int end = uniform(full.lo);
 #pragma unroll 1
           do step(Flag<false>{});
-          while (tile > full.lo);
+          while (tile > end);
         }
       }
 
@@ -477,8 +477,8 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       ptx::read_behind(o);
       release(&sm.v_empty[values.stage], at);
     }
-    leave_out(w.tiles.lo, own.lo);
-    count = last - w.tiles.lo + 1;
+    leave_out(uniform(w.tiles.lo), own.lo);
+    count = last - uniform(w.tiles.lo) + 1;
     state.reduce();
     if (is_bad(o) && has_bad_values(p, w, at)) {
       attend_plainly(p, w, at);
@@ -486,7 +486,14 @@ __device__ __forceinline__ void consume(const TiledPrefillParams& p, Smem& sm) {
       if constexpr (V::EXPANDED) V::restore(o, at.t);
       store(o, V::EXPANDED ? ptx::exp2(log2_scale) : 1.f, state, p, w, at);
     }
-  });
+  };
+#pragma unroll 1
+  for (;; place.advance()) {
+    const ItemQueue::Queued& w = place.wait(sm.queue);
+    if (!w.is_there()) break;
+    attend(w);
+    place.release(sm.queue);
+  }
 }
 
 }  // namespace
@@ -495,6 +502,7 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     prefill_sm90_kernel(const __grid_constant__ TiledPrefillParams p) {
   Smem& sm = *reinterpret_cast<Smem*>(ptx::dynamic_smem());
   if (threadIdx.x == 0) {
+    sm.queue.init(CONSUMER_WARPS + PRODUCER_WARPS);
 #pragma unroll
     for (int i = 0; i < cfg::CONSUMERS; ++i) {
       ptx::mbarrier_init(&sm.q_full[i], 1);
@@ -517,6 +525,11 @@ extern "C" __global__ void __launch_bounds__((cfg::CONSUMERS + 1) * 128, 1)
     consume(p, sm);
   } else {
     ptx::setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (EXPANDS || threadIdx.x / WARP == CONSUMER_WARPS) produce(p, sm);
+    const int warp = static_cast<int>(threadIdx.x) / WARP - CONSUMER_WARPS;
+    if (EXPANDS || warp == 0) {
+      produce(p, sm);
+    } else if (warp < PRODUCER_WARPS) {
+      produce_queries(p, sm);
+    }
   }
 }

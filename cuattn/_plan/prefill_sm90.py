@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -21,15 +22,12 @@ _GROUP_WARPS, GROUP_ROWS = 4, 64
 # The most registers of a thread that the compiler leaves to a consumer; `setmaxnreg` counts in units.
 _MOST_REGISTERS, _REGISTER_UNIT = 240, 8
 _TILE_ALIGN = 1024
-# What a warp keeps of its work, `Item` in common/prefill_items.cuh.
-_ITEM_BYTES = 52
-# Of CTAs that read the same K and V at a time the first one finds them in memory, and the others in L2. If each were
-# the first, an H200 would read 5 to 7 TB/s (128 rows, 650 TFLOP/s); of six it is a quarter of its bandwidth.
-_CTAS_OF_A_STREAM = 6
-# From so many to so few the order is chosen that leaves CTAs the least apart. With many rounds any does.
-_CTAS_OF_STREAMS, _MANY_ROUNDS = (12, 4), 64
-# What an item costs beside its tiles of keys, in such.
-_STEPS_OF_AN_ITEM = 1.5
+# Columns of a row of 128 bytes in shared memory; TMA has zeros for those behind the last one.
+CHUNK = 64
+# Of `codes` in common/tiled_producer.cuh: tiles on their way, of K and of V, alignment, and bytes beyond these.
+_CODE_SLOTS, _CODE_ALIGN, _NO_CODES = 2, 16, 16
+# Of `ItemQueue` in common/prefill_items.cuh: items and their mbarriers, and for each consumer ranges of tiles.
+_QUEUE_BYTES, _QUEUE_BYTES_OF_A_CONSUMER = 120, 32
 # Of the time of a call, the share in which an SM has work, below which keys are rather cut into splits.
 _MIN_BUSY = 0.6
 
@@ -41,7 +39,7 @@ class TiledPrefillConfig:
     Attributes
     ----------
     dtype : Dtype
-    head_dim : int
+    head_dim, value_dim : int
     consumers : int
         Warpgroups that attend, each with 64 query rows.
     tile_kv : int
@@ -65,6 +63,7 @@ class TiledPrefillConfig:
 
     dtype: Dtype
     head_dim: int
+    value_dim: int
     consumers: int
     tile_kv: int
     num_stages: int = 2
@@ -83,7 +82,8 @@ class TiledPrefillConfig:
         """One line for people."""
         formats = f", {self.k_format.value} keys, {self.v_format.value} values" if self.uses_tbq4 else ""
         options = f"{', paged' * self.paged}{', softcap' * self.softcap}"
-        return f"{self.dtype.value}{formats}, head_dim {self.head_dim}{options}"
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.dtype.value}{formats}, head_dim {dims}{options}"
 
     @property
     def uses_tbq4(self) -> bool:
@@ -102,12 +102,15 @@ class TiledPrefillConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, scales of tiles, and items."""
-        row = self.head_dim * self.dtype.itemsize
+        """``sizeof(Smem)`` in prefill_sm90.cu, which asserts it: q, K, V, mbarriers, scales of tiles, items, codes."""
+        k_row, v_row = (align(dim, CHUNK) * self.dtype.itemsize for dim in (self.head_dim, self.value_dim))
         barriers, scales = 8 * (2 * self.consumers + 4 * self.num_stages), 4 * 2 * self.num_stages
-        items = self.consumers * _GROUP_WARPS * _ITEM_BYTES
-        rest = barriers + scales + items
-        return align((self.tile_q + 2 * self.num_stages * self.tile_kv) * row + rest, _TILE_ALIGN)
+        queue = _QUEUE_BYTES + _QUEUE_BYTES_OF_A_CONSUMER * self.consumers
+        tiles = _CODE_SLOTS * (self.k_format, self.v_format).count(KvFormat.TBQ4)
+        codes = _NO_CODES + tiles * self.tile_kv * row_bytes(KvFormat.TBQ4, self.dtype, self.head_dim)
+        rest = align(barriers + scales + queue, _CODE_ALIGN) + codes
+        rows = self.num_stages * self.tile_kv
+        return align((self.tile_q + rows) * k_row + rows * v_row + rest, _TILE_ALIGN)
 
     @property
     def launch_registers(self) -> int:
@@ -128,12 +131,15 @@ class TiledPrefillConfig:
             "K_FORMAT": self.k_format,
             "V_FORMAT": self.v_format,
             "HEAD_DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
             "CONSUMERS": self.consumers,
             "TILE_Q": self.tile_q,
             "TILE_KV": self.tile_kv,
             "NUM_STAGES": self.num_stages,
             "TAKE_TURNS": self.take_turns,
             "WEIGH_FIRST": self.weigh_first,
+            "CHUNK": CHUNK,
+            "CODE_SLOTS": _CODE_SLOTS,
             "PAGED": self.paged,
             "SOFTCAP": self.softcap,
             "PRODUCER_REGISTERS": self.producer_registers,
@@ -156,70 +162,79 @@ class TiledPrefillTile:
     producer_registers: int = field(kw_only=True)
 
 
-# By head_dim; docs/prefill.md has the sums and the trials.
+# By (head_dim, value_dim); docs/prefill.md has the sums and the trials. More keys than 64 gain nothing from 128 on, and
+# a causal mask hides more of a larger tile.
 _TILES = {
-    64: TiledPrefillTile(3, 96, 4, producer_registers=56),
-    128: TiledPrefillTile(3, 80, 3, producer_registers=56),
-    256: TiledPrefillTile(2, 80, weigh_first=True, producer_registers=40),
+    (64, 64): TiledPrefillTile(3, 96, 4, producer_registers=56),
+    (96, 96): TiledPrefillTile(3, 80, 4, producer_registers=56),
+    (128, 128): TiledPrefillTile(3, 64, 4, producer_registers=56),
+    (192, 128): TiledPrefillTile(3, 64, 3, weigh_first=True, producer_registers=56),
+    (192, 192): TiledPrefillTile(2, 64, 3, producer_registers=40),
+    (256, 256): TiledPrefillTile(2, 64, weigh_first=True, producer_registers=56),
 }
 # Of keys in pages, which have whole tiles: a box of TMA does not go on in another page.
 PAGED_TILE_KV = 64
-_PAGED_TILES = {
-    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=56),
+_PAGED_TILES = _TILES | {
+    (64, 64): TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
+    (96, 96): TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
 }
-# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers. Calls of head_dim 256 go to the kernel
-# of all GPUs, as these tiles were not timed.
-_TBQ4_DIMS = (64, 128)
+# Where K or V is in TBQ4 a whole warpgroup expands codes, which takes registers. Its lanes have 64 rows at once, or 32,
+# of which tiles are a multiple. Calls of head_dim 256 go to the kernel of all GPUs, as these tiles were not timed.
+_TBQ4_DIMS = ((64, 64), (128, 128))
 _TBQ4_TILES = {
-    64: TiledPrefillTile(3, 96, 4, producer_registers=56),
-    128: TiledPrefillTile(3, 80, 3, producer_registers=56),
+    64: TiledPrefillTile(3, 96, 4, producer_registers=80),
+    128: TiledPrefillTile(3, 64, 4, producer_registers=80),
     256: TiledPrefillTile(2, 64, weigh_first=True, producer_registers=64),
 }
 _PAGED_TBQ4_TILES = {
-    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=72),
+    64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=80),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=80),
     256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=64),
 }
 # With a softcap: the temporaries of hyperbolic tangents take the registers of more keys.
-_CAPPED_TILES = {256: TiledPrefillTile(2, 32, 4, weigh_first=True, producer_registers=40)}
+_CAPPED_TILES = {
+    (192, 128): TiledPrefillTile(2, 64, 4, producer_registers=40),
+    (256, 256): TiledPrefillTile(2, 32, 4, weigh_first=True, producer_registers=56),
+}
 # Where one of them is, asking TMA takes registers, too. In pages as elsewhere.
 _MIXED_TILES = {
     64: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=56),
-    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=72),
+    128: TiledPrefillTile(3, PAGED_TILE_KV, 4, producer_registers=80),
     256: TiledPrefillTile(2, PAGED_TILE_KV, weigh_first=True, producer_registers=80),
 }
 
 
-def _tile_of(head_dim: int, k_format: KvFormat, v_format: KvFormat, *, paged: bool, softcap: bool) -> TiledPrefillTile:
+def _tile_of(
+    dims: tuple[int, int], k_format: KvFormat, v_format: KvFormat, *, paged: bool, softcap: bool
+) -> TiledPrefillTile:
     if KvFormat.TBQ4 not in (k_format, v_format):
-        return ((_PAGED_TILES if paged else _TILES) | (_CAPPED_TILES if softcap else {}))[head_dim]
+        return ((_PAGED_TILES if paged else _TILES) | (_CAPPED_TILES if softcap else {}))[dims]
     if k_format is not v_format:
-        return _MIXED_TILES[head_dim]
-    return (_PAGED_TBQ4_TILES if paged else _TBQ4_TILES)[head_dim]
+        return _MIXED_TILES[dims[0]]
+    return (_PAGED_TBQ4_TILES if paged else _TBQ4_TILES)[dims[0]]
 
 
 def tiled_prefill_config(
     dtype: Dtype,
-    head_dim: int,
+    dims: tuple[int, int],
     k_format: KvFormat = KvFormat.RAW16,
     v_format: KvFormat = KvFormat.RAW16,
     *,
     paged: bool = False,
     softcap: bool = False,
 ) -> TiledPrefillConfig:
-    """Return the config of a head_dim that `prefill_sm90.cu` has, for keys in pages or for others."""
-    tile = _tile_of(head_dim, k_format, v_format, paged=paged, softcap=softcap)
+    """Return the config of a (head_dim, value_dim) that `prefill_sm90.cu` has, for keys in pages or for others."""
+    tile = _tile_of(dims, k_format, v_format, paged=paged, softcap=softcap)
     return TiledPrefillConfig(
-        dtype, head_dim, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged, softcap=softcap
+        dtype, *dims, **asdict(tile), k_format=k_format, v_format=v_format, paged=paged, softcap=softcap
     )
 
 
 def tiled_config_of(problem: PrefillProblem) -> TiledPrefillConfig:
     """Return the config of a call that `prefill_sm90.cu` has."""
     p = problem
-    return tiled_prefill_config(p.dtype, p.head_dim, p.k_format, p.v_format, paged=p.page_size > 0, softcap=p.softcap)
+    dims = (p.head_dim, p.value_dim)
+    return tiled_prefill_config(p.dtype, dims, p.k_format, p.v_format, paged=p.page_size > 0, softcap=p.softcap)
 
 
 def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
@@ -229,9 +244,9 @@ def tiled_prefill_configs(device: Device) -> list[TiledPrefillConfig]:
     formats = tuple(product((KvFormat.RAW16, KvFormat.TBQ4), repeat=2))
     choices = product((Dtype.FP16, Dtype.BF16), _TILES, formats, (False, True), (False, True))
     return [
-        tiled_prefill_config(dtype, dim, *of, paged=paged, softcap=softcap)
-        for dtype, dim, of, paged, softcap in choices
-        if KvFormat.TBQ4 not in of or (dim in _TBQ4_DIMS and not softcap)
+        tiled_prefill_config(dtype, dims, *of, paged=paged, softcap=softcap)
+        for dtype, dims, of, paged, softcap in choices
+        if KvFormat.TBQ4 not in of or (dims in _TBQ4_DIMS and not softcap)
     ]
 
 
@@ -251,7 +266,6 @@ class TiledPrefillPlan:
     config: TiledPrefillConfig
 
     num_splits = 1
-    workspace_bytes = 0
 
     @cached_property
     def num_tiles(self) -> int:
@@ -269,39 +283,16 @@ class TiledPrefillPlan:
 
     @cached_property
     def streams_at_once(self) -> int:
-        """KV heads (of sequences, unless these are ragged) whose tiles are worked on together.
+        """KV heads (of sequences, unless these are ragged) whose tiles are worked on together, of the last rows first.
 
-        Those of the last rows come first. As many as have K and V in half of the L2 cache; and where these are few, so
-        many that each has some CTAs at once, which read the same keys at about the same time. Whenever others begin,
-        tiles are long again, and CTAs that have the longest of two rounds are behind: near that number the one is taken
-        with which they are the least.
+        At least as many as have K and V in half of the L2 cache and a tile of query tokens for each SM. Of twice as
+        many the number that leaves the last turn as long as the others, for otherwise its longest tiles begin late.
         """
         p = self.problem
-        row = sum(row_bytes(f, p.dtype, p.head_dim) for f in (p.k_format, p.v_format))
+        row = sum(row_bytes(f, p.dtype, dim) for f, dim in ((p.k_format, p.head_dim), (p.v_format, p.value_dim)))
         fit = self.device.l2_bytes // 2 // (p.max_kv_len * row) if self.device.l2_bytes else self.num_streams
-        usual = max(1, min(self.num_streams, max(fit, self.device.num_sms // _CTAS_OF_A_STREAM)))
-        rounds = self.num_items / self.device.num_sms
-        if p.ragged or self.num_tiles == 1 or not 1 < rounds < _MANY_ROUNDS:
-            return usual
-        least, most = (max(1, self.device.num_sms // ctas) for ctas in _CTAS_OF_STREAMS)
-        others = range(min(self.num_streams, least), min(self.num_streams, most) + 1)
-        found: int = min({usual, *others}, key=lambda streams: (self._imbalance(streams), abs(streams - usual)))
-        return found
-
-    def _imbalance(self, streams_at_once: int) -> float:
-        """Return how much longer than the others the last CTA works under a causal mask, in steps of a per cent."""
-        ctas, group = self.device.num_sms, self.problem.group
-        index = np.arange(self.num_items)
-        per_turn = streams_at_once * group * self.num_tiles
-        turn, in_turn = np.divmod(index, per_turn)
-        heads = np.minimum(streams_at_once, self.num_streams - turn * streams_at_once) * group
-        after = (in_turn // heads + 1 - self.num_tiles) * -self.config.tile_q  # tokens before the tile
-        hidden = np.maximum(0, self.problem.num_tokens - after - self.config.tile_q)
-        steps = np.ceil(np.maximum(0, self.problem.max_kv_len - hidden) / self.config.tile_kv) + _STEPS_OF_AN_ITEM
-        turns, cta = np.divmod(index, ctas)
-        cta = np.where(turns % 2 == 0, cta, ctas - 1 - cta)
-        work = np.bincount(cta, weights=steps, minlength=ctas)
-        return round(float(work.max() / work.mean()), 2)
+        least = min(self.num_streams, max(fit, ceil_div(self.device.num_sms, p.group * self.num_tiles)))
+        return min(range(least, min(self.num_streams, 2 * least) + 1), key=lambda streams: -self.num_streams % streams)
 
     @cached_property
     def num_items(self) -> int:
@@ -312,6 +303,16 @@ class TiledPrefillPlan:
     def grid(self) -> tuple[int, int, int]:
         """Blocks of prefill_sm90.cu: one an SM, each for several items."""
         return (min(self.device.num_sms, self.num_items), 1, 1)
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether CTAs have items to claim beyond the one that each begins with."""
+        return self.num_items > self.grid[0]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a call takes beside its results: the number of items claimed."""
+        return np.dtype(np.int32).itemsize if self.counts_items else 0
 
     @cached_property
     def block(self) -> tuple[int, int, int]:
@@ -335,9 +336,15 @@ class TiledPrefillPlan:
             f"  order      tiles of {self.streams_at_once} KV heads at once, the last rows of a sequence first",
             f"  work       {p.flops / 1e9:.2f} GFLOP without masks",
         ]
-        lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}, up to {p.max_kv_len} keys"
+        dims = f"head_dim {p.head_dim}" + ("" if p.head_dim == p.value_dim else f", value_dim {p.value_dim}")
+        lines[1] += f"{dims}, {p.dtype.value}, up to {p.max_kv_len} keys"
+        lines[3] += f", {self.workspace_bytes} bytes of workspace"
         lines[2] += f"{GROUP_ROWS} rows, {c.num_stages} stages, {c.smem_bytes} bytes of shared memory"
         return "\n".join(lines)
+
+
+def _names(dims: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{k}" if k == v else f"{k} with value_dim {v}" for k, v in dims)
 
 
 @lru_cache(maxsize=1024)
@@ -352,13 +359,13 @@ def choose_prefill(problem: PrefillProblem, device: Device, beyond_tiles: str = 
         If the device has too little shared memory.
     """
     p, plan = problem, prefill_plan(problem, device)
-    tbq4 = KvFormat.TBQ4 in (p.k_format, p.v_format)
+    tbq4, dims = KvFormat.TBQ4 in (p.k_format, p.v_format), (p.head_dim, p.value_dim)
     reasons = (
         (device.arch != ARCH, f"{device.arch} has no wgmma of {ARCH}"),
         (p.dtype is Dtype.FP32, "q is not in 16 bits"),
         (tbq4 and p.softcap, "there is a softcap beside TBQ4"),
-        (tbq4 and p.head_dim not in _TBQ4_DIMS, f"head_dim beside TBQ4 is none of {', '.join(map(str, _TBQ4_DIMS))}"),
-        (p.head_dim != p.value_dim or p.head_dim not in _TILES, f"head_dim is none of {', '.join(map(str, _TILES))}"),
+        (tbq4 and dims not in _TBQ4_DIMS, f"head_dim beside TBQ4 is none of {_names(_TBQ4_DIMS)}"),
+        (dims not in _TILES, f"head_dim is none of {_names(_TILES)}"),
         (min(p.max_kv_len, p.total_tokens, p.num_qo_heads) == 0, "there are no keys, or no queries"),
         (p.page_size % PAGED_TILE_KV != 0, f"pages of {p.page_size} tokens are no whole tiles of {PAGED_TILE_KV} keys"),
         (beyond_tiles != "", beyond_tiles),

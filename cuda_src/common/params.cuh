@@ -161,6 +161,7 @@ struct TiledPrefillParams {
   const int* kv_len;        // [batch], tokens; null: capacity
   const int* page_table;    // [batch, max_pages]; null: page b is all of sequence b
   const float* sinks;       // [num_qo_heads], score of a key whose value is zero; null: none
+  int* items_claimed;       // of the items that no CTA begins with, 0 at launch; null: there are none
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
@@ -198,7 +199,7 @@ struct TiledPrefillParams {
   float softmax_scale_log2;  // softmax_scale * log2(e), positive
   float softcap_log2;        // softcap * log2(e); with cfg::SOFTCAP
   float scale_over_softcap;  // softmax_scale / softcap
-  int reserved[14];          // a tensor map aligns to 128 bytes
+  int reserved[12];          // a tensor map aligns to 128 bytes
 };
 
 struct QuantizeParams {

@@ -1,4 +1,4 @@
-// common/prefill_items.cuh -- in which order CTAs of prefill_sm90.cu take tiles of query tokens, and what these see.
+// common/prefill_items.cuh -- which tiles of query tokens CTAs of prefill_sm90.cu take, in which order, and how.
 // SPDX-License-Identifier: Apache-2.0
 #ifndef CUATTN_COMMON_PREFILL_ITEMS_CUH
 #define CUATTN_COMMON_PREFILL_ITEMS_CUH
@@ -6,12 +6,8 @@
 #include "common/mask.cuh"
 #include "common/paging.cuh"
 #include "common/params.cuh"
+#include "common/ptx_sm90.cuh"
 #include "common/ragged.cuh"
-
-// Where a token lies: the page, which for dense arrays is the sequence, and 0 for ragged ones, and its place there.
-struct Place {
-  int page, token;
-};
 
 // A tile of query tokens of one head.
 struct Item {
@@ -20,8 +16,8 @@ struct Item {
   int seqlen_q, kv_len;    // its lengths
   int token0, num_tokens;  // `num_tokens` of them are there
   KeyRange tiles;          // of keys that any row sees
-  KeyRange full;           // of those that all rows of a warpgroup see; full.lo > full.hi: none. Consumers fill it in
 
+  __device__ __forceinline__ bool is_there() const { return num_tokens > 0; }
   // What row `row` sees; the rows that pad a tile see what the last one sees.
   __device__ __forceinline__ KeyRange keys(const TiledPrefillParams& p, int row) const {
     return visible_keys(token0 + min(row, num_tokens - 1), seqlen_q, kv_len, p.window_left, p.window_right);
@@ -43,27 +39,28 @@ struct Item {
     const Place at = place_of_row(p, row);
     return p.q + at.page * p.q_stride_batch + at.token * p.q_stride_token + head * p.q_stride_head;
   }
+  __device__ __forceinline__ const u8* page_entry(const TiledPrefillParams& p, int index) const {
+    return reinterpret_cast<const u8*>(p.page_table) + batch * p.page_table_stride_batch +
+           index * p.page_table_stride_page;
+  }
   // Of a key that the sequence has: other entries of its page table may be anything.
   __device__ __forceinline__ Place place_of_key(const TiledPrefillParams& p, int key) const {
     if constexpr (!cfg::PAGED) return {p.cu_seqlens_k != nullptr ? 0 : batch, k0 + key};
-    const u8* row = reinterpret_cast<const u8*>(p.page_table) + batch * p.page_table_stride_batch;
     const Divisor page_size(p.page_size);
     Place at;
-    at.page = PagedRows{true, row, p.page_table_stride_page, page_size}.find(key, at.token);
+    at.page = PagedRows{true, page_entry(p, 0), p.page_table_stride_page, page_size}.find(key, at.token);
     return at;
   }
-  // `count` rows from a place on.
-  __device__ __forceinline__ HeadRows key_rows(const TiledPrefillParams& p, const Place& at, int count) const {
-    return {p.k + at.page * p.k_stride_page + at.token * p.k_stride_token + kv_head * p.k_stride_head,
-            p.k_norms + at.page * p.k_norms_stride_page + at.token * p.k_norms_stride_token +
-                kv_head * p.k_norms_stride_head,
-            static_cast<u32>(p.k_stride_token), static_cast<u32>(p.k_norms_stride_token), count};
+  // Rows of keys and of values.
+  __device__ __forceinline__ HeadPlanes keys_of(const TiledPrefillParams& p) const {
+    return {
+        {p.k + kv_head * p.k_stride_head, p.k_stride_page, static_cast<u32>(p.k_stride_token)},
+        {p.k_norms + kv_head * p.k_norms_stride_head, p.k_norms_stride_page, static_cast<u32>(p.k_norms_stride_token)}};
   }
-  __device__ __forceinline__ HeadRows value_rows(const TiledPrefillParams& p, const Place& at, int count) const {
-    return {p.v + at.page * p.v_stride_page + at.token * p.v_stride_token + kv_head * p.v_stride_head,
-            p.v_norms + at.page * p.v_norms_stride_page + at.token * p.v_norms_stride_token +
-                kv_head * p.v_norms_stride_head,
-            static_cast<u32>(p.v_stride_token), static_cast<u32>(p.v_norms_stride_token), count};
+  __device__ __forceinline__ HeadPlanes values_of(const TiledPrefillParams& p) const {
+    return {
+        {p.v + kv_head * p.v_stride_head, p.v_stride_page, static_cast<u32>(p.v_stride_token)},
+        {p.v_norms + kv_head * p.v_norms_stride_head, p.v_norms_stride_page, static_cast<u32>(p.v_norms_stride_token)}};
   }
   __device__ __forceinline__ u8* out(const TiledPrefillParams& p, int row) const {
     const Place at = place_of_row(p, row);
@@ -76,9 +73,29 @@ struct Item {
   }
 };
 
+// Places of a sequence's tiles of keys, from one to those before it. Pages have whole tiles.
+struct TilePlaces {
+  Place at;
+  const u8* entry;  // of the page table
+
+  __device__ __forceinline__ TilePlaces(const TiledPrefillParams& p, const Item& w, int tile)
+      : at(w.place_of_key(p, tile * cfg::TILE_KV)), entry(nullptr) {
+    if constexpr (cfg::PAGED) entry = w.page_entry(p, tile * cfg::TILE_KV / p.page_size);
+  }
+  // To the tile before, which the sequence has, too.
+  __device__ __forceinline__ void go_back(const TiledPrefillParams& p) {
+    at.token -= cfg::TILE_KV;
+    if (!cfg::PAGED || at.token >= 0) return;
+    at.token += p.page_size;
+    entry -= p.page_table_stride_page;
+    at.page = __ldg(reinterpret_cast<const int*>(entry));
+  }
+};
+
 // A value that is the same in all lanes of a warp, for the compiler, too: what it takes for different ones would have
 // to be made uniform for each instruction that wants an operand that is.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(FULL_MASK, x, 0); }
+__device__ __forceinline__ KeyRange uniform(const KeyRange& x) { return {uniform(x.lo), uniform(x.hi)}; }
 
 // Item `index` of all, for a whole warp; false if it is none: of ragged sequences there may be fewer than were planned.
 // Streams, which are KV heads (of sequences, unless these are ragged), take turns by `streams_at_once`. Of those the
@@ -121,18 +138,83 @@ __device__ __forceinline__ bool find_item(const TiledPrefillParams& p, int index
   return true;
 }
 
-// Calls work(item) for each item of this CTA, in whole warps. CTAs take one in each round, in turns from the first and
-// from the last, so that none has the longest of every round.
-template <class Work>
-__device__ __forceinline__ void for_items(const TiledPrefillParams& p, Work work) {
-  const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    const int index = round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
-    if (index >= p.num_items) break;
-    Item w;
-    if (find_item(p, index, w)) work(w);
+// Items of a CTA on their way from the producer to the consumers: the one that these work on and the next. One that is
+// not there ends them.
+struct ItemQueue {
+  static constexpr int SLOTS = 2;
+  struct Queued : Item {
+    KeyRange own[cfg::CONSUMERS];   // tiles of which any row of a warpgroup sees a key
+    KeyRange full[cfg::CONSUMERS];  // and those of which all rows see all keys; full.lo > full.hi: none
+  };
+  Queued items[SLOTS];
+  u64 full[SLOTS], empty[SLOTS];  // mbarriers: an item is there; all warps that take it are done with it
+
+  __device__ __forceinline__ void init(int takers) {
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      ptx::mbarrier_init(&full[slot], 1);
+      ptx::mbarrier_init(&empty[slot], takers);
+    }
   }
-}
+};
+
+// Where a warp is in the queue.
+struct QueuePlace {
+  int number = 0;  // of items before
+
+  __device__ __forceinline__ void advance() { ++number; }
+  __device__ __forceinline__ int slot() const { return number % ItemQueue::SLOTS; }
+  __device__ __forceinline__ u32 phase() const { return static_cast<u32>(number / ItemQueue::SLOTS % 2); }
+  // Of what there is once for each item.
+  __device__ __forceinline__ u32 parity() const { return static_cast<u32>(number % 2); }
+  // By one lane.
+  __device__ __forceinline__ void put(ItemQueue& queue, const TiledPrefillParams& p, const Item& w) const {
+    ptx::mbarrier_wait(&queue.empty[slot()], phase() ^ 1);
+    ItemQueue::Queued& to = queue.items[slot()];
+    static_cast<Item&>(to) = w;
+#pragma unroll 1
+    for (int group = 0; group < cfg::CONSUMERS; ++group) {
+      constexpr int ROWS = cfg::TILE_Q / cfg::CONSUMERS;
+      const int first = group * ROWS, last = first + ROWS - 1;
+      const KeyRange own = w.tiles_of(p, first, last);
+      const bool sees = first < w.num_tokens && own.lo < own.hi;
+      to.own[group] = sees ? own : KeyRange{w.tiles.lo, w.tiles.lo};
+      to.full[group] = w.full_tiles_of(p, first, last);
+    }
+    ptx::mbarrier_arrive(&queue.full[slot()]);
+  }
+  // By whole warps.
+  __device__ __forceinline__ const ItemQueue::Queued& wait(ItemQueue& queue) const {
+    ptx::mbarrier_wait(&queue.full[slot()], phase());
+    return queue.items[slot()];
+  }
+  __device__ __forceinline__ void release(ItemQueue& queue) const {
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(&queue.empty[slot()]);
+  }
+};
+
+// The items of a CTA, in whole warps. Its first one is that of its number; the others it claims one after the other, so
+// that SMs have as much to do however long items take.
+struct ItemSource {
+  int index = static_cast<int>(blockIdx.x);
+
+  // Asks for the next one. By lane 0, which shares it with `turn`.
+  __device__ __forceinline__ void claim(const TiledPrefillParams& p) {
+    index = p.num_items;
+    if (p.items_claimed != nullptr) index = static_cast<int>(gridDim.x) + atomicAdd(p.items_claimed, 1);
+  }
+  __device__ __forceinline__ void turn() { index = uniform(index); }
+  // The next one that there is; one that is not there if there is none.
+  __device__ __forceinline__ void find(const TiledPrefillParams& p, Item& w) {
+    // Unsigned: a counter that someone else writes to leaves items out, and none is made up.
+    while (static_cast<u32>(index) < static_cast<u32>(p.num_items)) {
+      if (find_item(p, index, w)) return;
+      if (threadIdx.x % WARP == 0) claim(p);
+      turn();
+    }
+    w = Item{};
+  }
+};
 
 #endif

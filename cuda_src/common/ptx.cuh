@@ -228,6 +228,27 @@ __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
   return r;
 }
 
+// PTX ISA: mad.wide.u32, an address: one instruction even where the compiler does not see that `b` has 32 bits.
+__device__ __forceinline__ const u8* mad_wide(u32 a, u32 b, const u8* c) {
+  const u8* r;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
+// PTX ISA: abs.f16x2.
+__device__ __forceinline__ u32 abs_half2(u32 a) {
+  u32 r;
+  asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(a));
+  return r;
+}
+
+// PTX ISA: max.f16x2; of a NaN and a number, the number.
+__device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
+  u32 r;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // PTX ISA: lop3.b32; the bits of `a` where `mask` is set, else those of `b`.
 __device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
   u32 r;

@@ -1,9 +1,9 @@
 // kv/tbq4_levels.cuh -- from codes and norms of TBQ4 to values in float16.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Values are levels times norms, rounded to float16 once, with a power of two for each tile. Eight codes take about 25
-// instructions and no look-up in memory: byte permutations pick from registers, by three bits of a code, as levels of
-// codes c and 15 - c differ in the sign only.
+// Values are levels times norms, rounded to float16 once, with a power of two for each tile. Eight codes take 16
+// instructions and no look-up in memory: byte permutations pick from registers, by three bits, as levels of codes c and
+// 15 - c differ in the sign only. What is picked are levels, which four more multiply, or products of some codes' norm.
 #ifndef CUATTN_KV_TBQ4_LEVELS_CUH
 #define CUATTN_KV_TBQ4_LEVELS_CUH
 #include "common/ptx.cuh"
@@ -18,34 +18,52 @@ constexpr bool levels_are_symmetric() {
 }
 static_assert(levels_are_symmetric(), "levels of codes c and 15 - c differ in the sign");
 
-// Byte `which` of the levels of codes first .. first + 3.
+// Levels are picked by the lower three bits of a code's Gray code, c ^ c >> 1, which codes c and 15 - c have in common.
+// The code below 8 of such an index.
+constexpr int code_of(int index) { return index ^ index >> 1 ^ index >> 2; }
+
+// Byte `which` of the levels of indices first .. first + 3.
 constexpr u32 level_bytes(int first, int which) {
   u32 bytes = 0;
-  for (int i = 0; i < 4; ++i) bytes |= (cfg::LEVELS_HALF[first + i] >> which * 8 & 0xff) << i * 8;
+  for (int i = 0; i < 4; ++i) bytes |= (cfg::LEVELS_HALF[code_of(first + i)] >> which * 8 & 0xff) << i * 8;
   return bytes;
 }
+// The levels of indices `first` and first + 1.
+constexpr u32 level_pair(int first) {
+  return cfg::LEVELS_HALF[code_of(first)] | static_cast<u32>(cfg::LEVELS_HALF[code_of(first + 1)]) << 16;
+}
 
-// What levels are picked from: a byte permutation takes one constant only as an operand, and wants the other in a
-// register.
+// What values are picked from, of codes below 8: bytes of indices 0 to 3, and 4 to 7.
 struct LevelBytes {
-  u32 lower = level_bytes(0, 0), upper = level_bytes(0, 1);  // of codes 0 to 3
+  u32 lower[2] = {level_bytes(0, 0), level_bytes(4, 0)}, upper[2] = {level_bytes(0, 1), level_bytes(4, 1)};
 
-  __device__ __forceinline__ void hold() { lower = ptx::held(lower), upper = ptx::held(upper); }
+  // A byte permutation takes one constant only as an operand, and wants the other in a register.
+  __device__ __forceinline__ void hold() { lower[0] = ptx::held(lower[0]); }
+
+  // Of levels times a norm, which both halves of a word have: products are rounded alike whatever their sign.
+  static __device__ __forceinline__ LevelBytes times(u32 norm) {
+    LevelBytes bytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 first = ptx::mul_half2(norm, level_pair(4 * i)), second = ptx::mul_half2(norm, level_pair(4 * i + 2));
+      bytes.lower[i] = ptx::prmt(first, second, 0x6420u);
+      bytes.upper[i] = ptx::prmt(first, second, 0x7531u);
+    }
+    return bytes;
+  }
 };
 
-// The levels of eight codes, of which `word` has the first in its lowest bits.
+// The levels, or products, of eight codes, of which `word` has the first in its lowest bits.
 __device__ __forceinline__ uint4 levels_of(u32 word, const LevelBytes& bytes = LevelBytes()) {
-  constexpr u32 LOWER = level_bytes(4, 0), UPPER = level_bytes(4, 1);
-  const u32 high = word & 0x88888888u;                            // codes 8 to 15, ...
-  const u32 index = (word & 0x77777777u) ^ (high - (high >> 3));  // ... whose other bits are turned round
-  const u32 even = word << 4;                                     // bit 7 of byte j is that of code 2j, here of 2j+1
+  const u32 index = (word ^ word >> 1) & 0x77777777u;
+  const u32 even = word << 4;  // bit 7 of byte j is that of code 2j, here of 2j+1: set in codes 8 to 15
   u32 pairs[4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const u32 select = half == 0 ? index : index >> 16;
-    const u32 lower = ptx::prmt(bytes.lower, LOWER, select);
+    const u32 lower = ptx::prmt(bytes.lower[0], bytes.lower[1], select);
     const u32 flips = ptx::prmt(even, word, half == 0 ? 0x5140u : 0x7362u) & 0x80808080u;
-    const u32 upper = ptx::prmt(bytes.upper, UPPER, select) ^ flips;
+    const u32 upper = ptx::prmt(bytes.upper[0], bytes.upper[1], select) ^ flips;
     pairs[2 * half] = ptx::prmt(lower, upper, 0x5140u);
     pairs[2 * half + 1] = ptx::prmt(lower, upper, 0x7362u);
   }
@@ -64,21 +82,27 @@ __device__ __forceinline__ u32 finite_size(u32 norm) {
 struct NormScale {
   static constexpr int TOP = 15;  // exponent of the largest norm
   static constexpr u32 SMALLEST = 1;
-  static constexpr int SLACK = 3, NO_EXPONENT = -1000;
-  int exponent;
+  static constexpr int BIAS = 127, MANTISSA = 23;  // of float32
+  static constexpr u32 SLACK = 3u << MANTISSA, NONE = 0;
+  u32 power;  // of two, in the bits of a float
 
-  // `before` is the exponent of the tile before.
-  __device__ __forceinline__ explicit NormScale(u32 largest, int before = NO_EXPONENT) {
-    const float norm = ptx::to_float(Half{static_cast<u16>(max(largest, SMALLEST))});
-    exponent = static_cast<int>(__float_as_uint(norm) >> 23) - 127;
-    if (exponent <= before && exponent >= before - SLACK) exponent = before;
+  __device__ __forceinline__ explicit NormScale(u32 bits) : power(bits) {}
+  // Of norms up to `largest`, which is SMALLEST at least.
+  static __device__ __forceinline__ NormScale of(u32 largest) {
+    return NormScale(__float_as_uint(ptx::to_float(Half{static_cast<u16>(largest)})) & ~0u << MANTISSA);
+  }
+  // `before` is the power of the tile before, or NONE.
+  __device__ __forceinline__ void follow(u32 before) {
+    if (before - power <= SLACK) power = before;
   }
   // Values are elements times 2 to this power.
-  __device__ __forceinline__ float log2() const { return static_cast<float>(exponent - TOP); }
-  // A scaled norm. An infinite one becomes NaN: so is infinity times levels of both signs.
+  __device__ __forceinline__ float log2() const {
+    return static_cast<float>(static_cast<int>(power >> MANTISSA) - (BIAS + TOP));
+  }
+  // A scaled norm.
   __device__ __forceinline__ float apply(u32 norm) const {
-    const float scale = __uint_as_float(static_cast<u32>(127 + TOP - exponent) << 23);
-    return ptx::to_float(Half{static_cast<u16>(ptx::nan_if_infinite(norm))}) * scale;
+    const float scale = __uint_as_float((static_cast<u32>(2 * BIAS + TOP) << MANTISSA) - power);
+    return ptx::to_float(Half{static_cast<u16>(norm)}) * scale;
   }
 };
 

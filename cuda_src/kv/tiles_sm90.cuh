@@ -5,7 +5,9 @@
 //   Operand        element type of the wgmma that multiplies its tiles
 //   EXPANDED       whether the producer's warps write a tile rather than TMA. Its values are its elements times two to
 //                  a power of the tile, in the rotated domain, so that Q and O must be there too
-//   Expander       a tile on its way, in the registers of a warpgroup; if EXPANDED
+//   Expander       tiles on their way, by a warpgroup; if EXPANDED. CODE_BYTES of shared memory have TILE_BYTES of each
+//                  begin(head), and for each tile in this order, though not one by one: fetch_codes to a slot,
+//                  fetch_norms, take_codes from the slot once they have landed, scale_norms, expand
 //   store_queries, restore    rows of Q and of O of a warp; if EXPANDED
 //   load_row, is_bad          a row in the lanes of a warp, outside of that domain; whether it is not finite: for what
 //                             is rare

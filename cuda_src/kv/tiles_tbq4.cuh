@@ -44,13 +44,13 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
     template <int ROWS, int WORDS>
     __device__ __forceinline__ void store_norms(int i, const u32 (&words)[ROWS][WORDS], int lane) {
       static_assert(2 * WORDS >= NORMS, "two norms a word");
-      u32 top = 0;
+      u32 top = NormScale::SMALLEST;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
         for (int n = 0; n < NORMS; ++n) top = max(top, finite_size(half_of(words[r], n)));
       }
-      const NormScale scale(ptx::warp_max(top));
+      const NormScale scale = NormScale::of(ptx::warp_max(top));
       if (lane == 0) log2_scales[in_ring<cfg::SCALE_TILES>(i)] = scale.log2();
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
@@ -58,7 +58,7 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
         if (cfg::TILE_KV % WARP != 0 && row >= cfg::TILE_KV) continue;
 #pragma unroll
         for (int n = 0; n < NORMS; ++n) {
-          const float norm = scale.apply(half_of(words[r], n));
+          const float norm = scale.apply(ptx::nan_if_infinite(half_of(words[r], n)));
           norms_of(i, n)[row] = static_cast<u16>(ptx::pack2<Half>(norm, norm));
         }
       }
@@ -92,7 +92,9 @@ struct Tiles : RotatedRows<Elem, DIM>, TileElements<Half, DIM> {
       const int down = step / ROW_STEPS * ROWS_AT_ONCE, right = step % ROW_STEPS * COLUMNS;
       const u32 word = *reinterpret_cast<const u32*>(source + down * Source::ROW_BYTES + right * 4);
       const u32 norm = norms[right * 8 / cfg::BLOCK * cfg::TILE_KV + down] * 0x10001u;
-      values = levels_of(word);
+      LevelBytes bytes;
+      bytes.hold();
+      values = levels_of(word, bytes);
       values.x = ptx::mul_half2(values.x, norm);
       values.y = ptx::mul_half2(values.y, norm);
       values.z = ptx::mul_half2(values.z, norm);

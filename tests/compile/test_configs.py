@@ -24,6 +24,9 @@ def unique(device):
         dims = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
         long = {"decode", "prefill_mma", "prefill_sm90"}
         configs = [c for c in configs if c.kernel not in long or c.dtype is not fp16 or c.head_dim in dims]
+        configs = [
+            c for c in configs if c.kernel != "prefill_sm90" or c.dtype is not fp16 or not (c.paged or c.softcap)
+        ]
         return [c for c in configs if c.kernel != "merge" or c.head_dim in dims]
     if device.arch != "sm_80":
         configs = [c for c in configs if c.kernel in {"decode", "prefill_mma", "quantize"}]

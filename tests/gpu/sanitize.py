@@ -74,20 +74,29 @@ PREFILLS = (
     PrefillProblem(MIXED, group=3, head_dim=64, v_format="tbq4", dtype="bfloat16", causal=True, means=True),
 )
 # For prefill_sm90.cu on a GPU that has it: tiles with and without a mask, several items a CTA, rows without keys.
-TILED = tuple(
+TILED = (
+    *(
+        PrefillProblem(
+            ((seqlen_q, 260),) * 2,
+            2,
+            40,
+            q_layout="dense",
+            kv_layout="dense",
+            dtype=dtype,
+            head_dim=head_dim,
+            causal=causal,
+        )
+        for (dtype, head_dim), (seqlen_q, causal) in product(
+            (("float16", 64), ("bfloat16", 128), ("float16", 256)), ((200, False), (300, True))
+        )
+    ),
+    PrefillProblem(((300, 260), (0, 20), (170, 90)), 2, 40, head_dim=96, causal=True),
+    PrefillProblem(((300, 700),) * 2, 2, 40, head_dim=192, value_dim=128, dtype="bfloat16", window=(90, 10)),
+    PrefillProblem(((300, 700), (300, 90)), 2, 40, head_dim=192, kv_layout="paged", page_size=64, q_layout="dense"),
+    PrefillProblem(((300, 700), (300, 90)), 2, 40, **TBQ4, kv_layout="padded", q_layout="dense", causal=True),
     PrefillProblem(
-        ((seqlen_q, 260),) * 2,
-        2,
-        40,
-        q_layout="dense",
-        kv_layout="dense",
-        dtype=dtype,
-        head_dim=head_dim,
-        causal=causal,
-    )
-    for (dtype, head_dim), (seqlen_q, causal) in product(
-        (("float16", 64), ("bfloat16", 128), ("float16", 256)), ((200, False), (300, True))
-    )
+        ((300, 700), (300, 90)), 2, 40, head_dim=128, **TBQ4, kv_layout="paged", page_size=64, q_layout="dense"
+    ),
 )
 
 

@@ -165,8 +165,8 @@ def test_32768_tokens_take_less_than_a_hundredth_of_the_memory_of_their_scores(f
         peak = pool.total_bytes()
     assert peak >= out.nbytes + lse.nbytes
     assert peak < n * n * 4 / 100
-    # The pool sees what is taken through CuPy; the plan says that the kernel takes nothing else.
-    assert cuattn.plan_prefill(q, k, v).workspace_bytes == 0
+    # The pool sees what is taken through CuPy; the plan says that the kernel takes nothing else but a counter.
+    assert cuattn.plan_prefill(q, k, v).workspace_bytes <= np.dtype(np.int32).itemsize
     # The first token sees one key.
     if formats == RAW:
         np.testing.assert_array_equal(cupy.asnumpy(out[0, 0]), cupy.asnumpy(v[0, 0]))

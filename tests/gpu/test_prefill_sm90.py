@@ -15,12 +15,17 @@ from strategies import DTYPES, PrefillProblem
 from tolerance import assert_prefill, assert_prefill_call
 
 import cuattn
-from cuattn import _arrays, _check, _jit, _plan, _prefill, _tiled
+from cuattn import _arrays, _check, _jit, _plan, _prefill_params, _tiled
 
 DEVICE = _arrays.device(0)
 pytestmark = pytest.mark.skipif(DEVICE.arch != "sm_90a", reason="needs a Hopper GPU")
-CONFIGS = [c for c in _plan.tiled_prefill_configs(DEVICE) if not c.uses_tbq4]
-# In each dtype as many head_dims as need no longer than those in 16 bits.
+# Of head_dim 96 and 192, and of TBQ4, half in each dtype.
+CONFIGS = [
+    c
+    for c in _plan.tiled_prefill_configs(DEVICE)
+    if not c.uses_tbq4
+    and (c.head_dim in {64, 128, 256} or (c.dtype is _plan.Dtype.FP16) == ((c.head_dim // 32 + c.paged) % 2 == 0))
+]
 TBQ4_CONFIGS = [
     c
     for c in _plan.tiled_prefill_configs(DEVICE)
@@ -39,8 +44,9 @@ BASE = PrefillProblem(((300, 700),) * 2, 2, 3, q_layout="dense", kv_layout="dens
 def of(config: _plan.TiledPrefillConfig, **fields: Any) -> PrefillProblem:
     layout = {"kv_layout": "paged", "page_size": 128} if config.paged else {}
     choices = {
-        "dtype": config.dtype.value, "head_dim": config.head_dim, "softcap": 5.0 if config.softcap else None,
-        "k_format": config.k_format.value, "v_format": config.v_format.value,
+        "dtype": config.dtype.value, "head_dim": config.head_dim, "value_dim": config.value_dim,
+        "softcap": 5.0 if config.softcap else None, "k_format": config.k_format.value,
+        "v_format": config.v_format.value,
     }  # fmt: skip
     return replace(BASE, **choices | layout | fields)
 
@@ -56,8 +62,9 @@ def launch(
     plan = _plan.TiledPrefillPlan(call.problem, device, config)
     out, lse = nans(call.out_shape, call.q.dtype), nans(call.out_shape[:-1], np.float32)
     lengths = {name: to_device(getattr(call, name)) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
-    params = _prefill.tiled_params_of(
-        call, plan, out=out, lse=lse, sinks=call.sinks, encode=_tiled.tensor_map, **lengths
+    claimed = cupy.zeros(1, cupy.int32) if plan.counts_items else None
+    params = _prefill_params.tiled_params_of(
+        call, plan, out=out, lse=lse, items_claimed=claimed, sinks=call.sinks, encode=_tiled.tensor_map, **lengths
     )
     _jit.kernel(config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
     out, lse = cupy.asnumpy(out), cupy.asnumpy(lse)
@@ -88,7 +95,9 @@ def test_any_problem_obeys_the_error_law(config: _plan.TiledPrefillConfig, data:
             rows=ROWS, lengths=KEYS, kv_layouts=("paged",) if config.paged else ("ragged", "dense", "padded"),
             page_sizes=(64, 128, 192), windows=WINDOWS,
             softcaps=(0.5, 5.0, 1e6) if config.softcap else (None,),
-            choices=((config.k_format.value, config.v_format.value, config.dtype.value, config.head_dim, None),),
+            choices=(
+                (config.k_format.value, config.v_format.value, config.dtype.value, config.head_dim, config.value_dim),
+            ),
         )
     )  # fmt: skip
     problem = replace(problem, means=False)
@@ -264,6 +273,40 @@ def test_memory_outside_of_the_arrays_does_not_matter() -> None:
     assert_same_bits(launch(wide, BASE.options()), run(BASE))
 
 
+def test_a_graph_counts_items_anew_each_time() -> None:
+    """On two streams at once, too, as each graph has a counter of its own."""
+    arrays = tuple(map(to_device, replace(BASE, seqlens=((2000, 2100),), group=12).arrays()))
+    expected = cuattn.prefill(*arrays, causal=True)
+    assert cuattn.plan_prefill(*arrays, causal=True).workspace_bytes > 0
+    cupy.cuda.Device().synchronize()
+    graphs = []
+    for _ in range(2):
+        stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+        out = nans(expected.shape, expected.dtype)
+        with stream, cupy.cuda.using_allocator(pool.malloc):
+            stream.begin_capture()
+            cuattn.prefill(*arrays, causal=True, out=out)
+            graphs.append((stream.end_capture(), stream, out, pool))
+    for _ in range(5):
+        for graph, stream, out, _ in graphs:
+            with stream:
+                out.fill(np.nan)
+                graph.launch(stream)
+        for _, stream, out, _ in graphs:
+            stream.synchronize()
+            np.testing.assert_array_equal(cupy.asnumpy(out), cupy.asnumpy(expected))
+
+
+def test_the_error_of_an_exponential_beside_a_score_of_zero_obeys_the_law() -> None:
+    """Nothing else is rounded there."""
+    seqlens = ((1, 1), (0, 0), (0, 0))
+    problem = PrefillProblem(
+        seqlens, num_kv_heads=1, group=2, q_layout="ragged", kv_layout="ragged", causal=True, softcap=0.5, sinks=True,
+        values="rising", seed=9385,
+    )  # fmt: skip
+    assert_prefill(problem, *run(problem))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_long_sequences_agree_with_the_other_kernel(dtype: str) -> None:
     """Where the reference would take too long: within two roundings of outputs."""
@@ -275,7 +318,7 @@ def test_long_sequences_agree_with_the_other_kernel(dtype: str) -> None:
     plan = _plan.prefill_plan(call.problem, DEVICE, 1)
     other, other_lse = nans(call.out_shape, q.dtype), nans(call.out_shape[:-1], np.float32)
     lengths = dict.fromkeys(("kv_len", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
-    params = _prefill.params_of(call, plan, out=other, lse=other_lse, parts=None, states=None, **lengths)
+    params = _prefill_params.params_of(call, plan, out=other, lse=other_lse, parts=None, states=None, **lengths)
     _jit.kernel(plan.config, 0, DEVICE.arch).launch(plan.grid, plan.block, params)
     ulp = 2.0**-10 if dtype == "float16" else 2.0**-7
     x, y = (cupy.asnumpy(a).astype(np.float32) for a in (out, other))

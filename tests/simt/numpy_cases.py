@@ -71,6 +71,12 @@ def mma(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
     return d + np.stack([c[g + i // 2 * 8, 2 * t + i % 2] for i in range(4)], 1)
 
 
+def wide_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """The two words of a * b + c * 2^16 in one."""
+    address = a.astype(np.uint64) * b + (c.astype(np.uint64) << np.uint64(16))
+    return (address >> np.uint64(32)).astype(np.uint32) ^ address.astype(np.uint32) * np.uint32(3)
+
+
 def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray, image: np.ndarray) -> np.ndarray:
     """The output `exact` of warp_ops, column by column; the operands are grouped by warp: [4, 32, ...]."""
     lane, u32 = np.arange(32), np.uint32
@@ -127,7 +133,8 @@ def warp_expected(r: np.ndarray, h: np.ndarray, b: np.ndarray, rows: np.ndarray,
     thread, single = np.arange(128).reshape(4, 32), image.view(u32).reshape(-1)[:128].reshape(4, 32)
     columns += [pairs[..., 0] ^ pairs[..., 1] * u32(3), image.reshape(-1)[:128].reshape(4, 32), lane]
     columns += [np.where(thread % 5 == 2, 0, columns[-3]), copied.view(u32)[:128, 2].reshape(4, 32),
-                np.where(thread % 3 == 1, 0, single), np.concatenate([np.zeros((2, 32), u32), w[12][:2]])]  # fmt: skip
+                np.where(thread % 3 == 1, 0, single), np.concatenate([np.zeros((2, 32), u32), w[12][:2]]),
+                wide_sum(*w[:3])]  # fmt: skip
     columns += [0] * (NUM_WORDS - len(columns))
     return np.stack([np.broadcast_to(c, (4, 32)).astype(u32).ravel() for c in columns], 1)
 
@@ -158,6 +165,11 @@ def warp_cases() -> Iterator[Case]:
     r = np.where(np.isnan(r), np.uint16(0x7FFF), r.view(np.uint16)).copy()
     pairs = (a.view(np.uint32), b.view(np.uint32), Out(r.view(np.uint32)))
     yield Case("warp_ops", "multiply_halves", (*pairs, np.int32(a.size // 2)), grid=2)
+
+    larger = np.fmax(np.abs(a), np.abs(b))  # the number of a NaN and a number
+    larger = np.where(np.isnan(larger), np.uint16(0x7FFF), larger.view(np.uint16)).copy()
+    pairs = (a.view(np.uint32), b.view(np.uint32), Out(larger.view(np.uint32)))
+    yield Case("warp_ops", "larger_halves", (*pairs, np.int32(a.size // 2)), grid=2)
 
     x = rounding_edges()
     with np.errstate(over="ignore", invalid="ignore"):

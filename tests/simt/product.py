@@ -8,7 +8,7 @@ import numpy as np
 from simt import harness
 from strategies import AppendProblem, PrefillProblem, Problem
 
-from cuattn import _append, _check, _jit, _merge, _plan, _prefill, _quantize, _segments, _tbq4, _tiled
+from cuattn import _append, _check, _jit, _merge, _plan, _prefill_params, _quantize, _segments, _tbq4, _tiled
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -125,7 +125,7 @@ def prefill_arrays(
     if plan.num_splits > 1:
         parts = np.full(plan.out_partial_shape, np.nan, np.float32)
         states = np.full((*parts.shape[:-1], 2), np.nan, np.float32)
-    params = _prefill.params_of(
+    params = _prefill_params.params_of(
         call, plan, out=out, lse=lse, parts=parts, states=states, sinks=sinks, **(lengths | dict(device_lengths or {}))
     )
     if out.size:
@@ -175,7 +175,10 @@ def tiled_prefill_arrays(
     lengths = {name: getattr(call, name) for name in ("kv_len", "cu_seqlens_q", "cu_seqlens_k")}
     lengths |= dict(device_lengths or {})
     sinks = None if call.sinks is None else call.sinks.astype(np.float32)
-    params = _prefill.tiled_params_of(call, plan, out=out, lse=lse, sinks=sinks, encode=encode, **lengths)
+    claimed = np.zeros(1, np.int32) if plan.counts_items else None
+    params = _prefill_params.tiled_params_of(
+        call, plan, out=out, lse=lse, items_claimed=claimed, sinks=sinks, encode=encode, **lengths
+    )
     module.launch(
         "prefill_sm90_kernel", plan.grid, plan.block, (params,), smem=config.smem_bytes, seed=seed,
         memory=[call.q, *(x for cache in (call.k, call.v) for x in (cache.rows, cache.norms) if x is not None)],

@@ -337,6 +337,10 @@ inline const u8* opaque(const u8* p) { return p; }
 inline u32 held(u32 x) { return x; }
 inline u8* opaque_shared(u8* p) { return p; }
 
+inline const u8* mad_wide(u32 a, u32 b, const u8* c) {
+  return reinterpret_cast<const u8*>(reinterpret_cast<u64>(c) + static_cast<u64>(a) * b);
+}
+
 inline u32 nan_if_infinite(u32 halves) {
   const auto half = [](u32 h) { return (h & 0x7fff) == 0x7c00 ? h | 0x200 : h; };
   return half(halves & 0xffff) | half(halves >> 16) << 16;
@@ -353,6 +357,15 @@ inline u32 mul_half2(u32 a, u32 b) {
     return simt::float_to_half(simt::half_to_float(x & 0xffff) * simt::half_to_float(y & 0xffff));
   };
   return product(a, b) | product(a >> 16, b >> 16) << 16;
+}
+inline u32 abs_half2(u32 a) { return a & 0x7fff7fffu; }
+inline u32 max_half2(u32 a, u32 b) {
+  const auto larger = [](u32 x, u32 y) -> u32 {
+    const float p = simt::half_to_float(x & 0xffff), q = simt::half_to_float(y & 0xffff);
+    if (std::isnan(p) || std::isnan(q)) return std::isnan(p) ? (std::isnan(q) ? 0x7fff : y & 0xffff) : x & 0xffff;
+    return (p == q ? x & y : p > q ? x : y) & 0xffff;  // +0 is above -0
+  };
+  return larger(a, b) | larger(a >> 16, b >> 16) << 16;
 }
 inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 

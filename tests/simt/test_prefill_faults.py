@@ -162,10 +162,10 @@ FAULTS = {
         "// all have read them",
     ),
     # TBQ4
-    "codes of upper halves are not mirrored": (CODES, LEVELS, "^ (high - (high >> 3))", "^ (high - high)"),
+    "codes by themselves for Gray codes": (CODES, LEVELS, "(word ^ word >> 1) & 0x77777777u", "word & 0x77777777u"),
     "signs of odd and even codes exchanged": (CODES, LEVELS, "ptx::prmt(even, word,", "ptx::prmt(word, even,"),
     "norms of the tile before": (CODES, KERNEL, "norms.store(sm, i + 2, at);", "norms.store(sm, i + 1, at);"),
-    "norms are not scaled": (NORMS, LEVELS, "static_cast<u32>(127 + TOP - exponent) << 23", "127u << 23"),
+    "norms are not scaled": (NORMS, LEVELS, "(static_cast<u32>(2 * BIAS + TOP) << MANTISSA) - power", "127u << 23"),
     "weights do not follow the scale of values": (
         NORMS,
         KERNEL,

@@ -22,6 +22,8 @@ PADDED = replace(CAUSAL, kv_layout="padded", seqlens=((150, 210), (150, 90)))
 RAGGED = replace(CAUSAL, q_layout="ragged", kv_layout="ragged", seqlens=((150, 210), (0, 20), (70, 90)), num_kv_heads=1)
 WINDOW = replace(CAUSAL, window=(40, None), seqlens=((150, 210), (150, 210)))
 CAPPED = replace(CAUSAL, softcap=2.0, values="normal")
+# All of an item's tiles may be on their way before any of those before it is read.
+FEW_KEYS = replace(BASE, kv_layout="padded", seqlens=((150, 30), (150, 210)))
 SINKS = replace(CAUSAL, sinks=True, values="normal")
 PAGED = replace(PADDED, kv_layout="paged", page_size=64)
 # name: (problem, file, text, what takes its place)
@@ -54,15 +56,16 @@ FAULTS = {
     ),
     "the page of another tile": (
         PAGED,
-        PRODUCER,
-        "w.place_of_key(p, (tile - 1) * cfg::TILE_KV)",
-        "w.place_of_key(p, 0)",
+        ITEMS,
+        "    entry -= p.page_table_stride_page;\n",
+        "",
     ),
+    "no end of a page": (PAGED, ITEMS, "if (!cfg::PAGED || at.token >= 0) return;", "return;"),
     "V from the page of other keys": (
         PAGED,
         PRODUCER,
-        "load_values(before, at, tile + 1);",
-        "load_values(at, at, tile + 1);",
+        "if (BEHIND == 1 && tile < last) load_values(before, values_ring);",
+        "if (BEHIND == 1 && tile < last) load_values(at, values_ring);",
     ),
     "the pages of another sequence": (
         PAGED,
@@ -112,8 +115,8 @@ FAULTS = {
     "scores are capped after the mask": (
         CAPPED,
         KERNEL,
-        "        cap(s, p);\n        if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);\n",
-        "        if constexpr (decltype(masked)::value) hide(s, p, w, tile, at);\n        cap(s, p);\n",
+        "        cap(s, p);\n        if constexpr (decltype(masked)::value) hide(s, p, w, full, tile, at);\n",
+        "        if constexpr (decltype(masked)::value) hide(s, p, w, full, tile, at);\n        cap(s, p);\n",
     ),
     "scores are not capped beside a value that is not finite": (
         CAPPED,
@@ -138,8 +141,8 @@ FAULTS = {
     "values that are not finite in another page": (
         replace(PAGED, values="normal", seqlens=((150, 210), (150, 210))),
         ITEMS,
-        "p.v + at.page * p.v_stride_page",
-        "p.v + 0 * p.v_stride_page",
+        "p.v_stride_head, p.v_stride_page,",
+        "p.v_stride_head, 0 * p.v_stride_page,",
     ),
     "K is read before it is there": (
         CAUSAL,
@@ -153,7 +156,12 @@ FAULTS = {
         "        if (!V::EXPANDED) ptx::mbarrier_wait(&sm.v_full[values.stage], values.phase);\n",
         "",
     ),
-    "Q is read before it is there": (CAUSAL, KERNEL, "      ptx::mbarrier_wait(&sm.q_full[at.group], q_phase);\n", ""),
+    "Q is read before it is there": (
+        CAUSAL,
+        KERNEL,
+        "      ptx::mbarrier_wait(&sm.q_full[at.group], place.parity());\n",
+        "",
+    ),
     "K takes the place of a tile that is read": (
         CAUSAL,
         PRODUCER,
@@ -169,7 +177,7 @@ FAULTS = {
     "Q takes the place of one that is read": (
         CAUSAL,
         PRODUCER,
-        "      ptx::mbarrier_wait(&sm.q_empty[group], q_phase ^ 1);\n",
+        "    ptx::mbarrier_wait(&sm.q_empty[group], place.parity() ^ 1);\n",
         "",
     ),
     "Q is released a tile early": (
@@ -191,8 +199,8 @@ FAULTS = {
         "        release(&sm.k_empty[keys.stage], at);\n        ptx::wgmma_wait<1>();\n",
     ),
     "scores are read before they are there": (CAUSAL, KERNEL, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
-    "a parity that does not change": (CAUSAL, PRODUCER, "    phase ^= 1;\n", ""),
-    "the parity of Q does not change": (CAUSAL, KERNEL, "      q_phase ^= 1;\n      if (own.lo", "      if (own.lo"),
+    "a parity that does not change": (CAUSAL, PRODUCER, "    phase ^= wraps ? 1 : 0;\n", ""),
+    "the parity of Q does not change": (CAUSAL, ITEMS, "static_cast<u32>(number % 2);", "0;"),
     "fewer arrivals than consumers": (
         CAUSAL,
         KERNEL,
@@ -241,15 +249,15 @@ FAULTS = {
     ),
     "a warpgroup leaves out what its last rows see": (
         CAUSAL,
-        KERNEL,
-        "found.tiles_of(p, first_row, last_row)",
-        "found.tiles_of(p, first_row, first_row)",
+        ITEMS,
+        "own = w.tiles_of(p, first, last)",
+        "own = w.tiles_of(p, first, first)",
     ),
     "a warpgroup leaves out what its first rows see": (
         WINDOW,
-        KERNEL,
-        "found.tiles_of(p, first_row, last_row)",
-        "found.tiles_of(p, last_row, last_row)",
+        ITEMS,
+        "own = w.tiles_of(p, first, last)",
+        "own = w.tiles_of(p, last, last)",
     ),
     "a tile that is not looked at is released before it is there": (
         CAUSAL,
@@ -258,7 +266,7 @@ FAULTS = {
         "",
     ),
     "no turn for a tile that is not looked at": (CAUSAL, KERNEL, "        turns.begin();\n        turns.end();\n", ""),
-    "tiles before a window are not left out": (WINDOW, KERNEL, "    leave_out(w.tiles.lo, own.lo);\n", ""),
+    "tiles before a window are not left out": (WINDOW, KERNEL, "    leave_out(uniform(w.tiles.lo), own.lo);\n", ""),
     "Q of a warpgroup that sees no key stays": (
         replace(CAUSAL, seqlens=((300, 100), (300, 100))),
         KERNEL,
@@ -267,7 +275,32 @@ FAULTS = {
     ),
     "heads of the group exchanged": (CAUSAL, ITEMS, "+ in_turn % heads % p.group", "+ 0 * (in_turn % heads)"),
     "the wrong KV head": (CAUSAL, ITEMS, "w.kv_head = stream % p.num_kv_heads;", "w.kv_head = 0;"),
-    "rounds that do not turn back leave items out": (CAUSAL, ITEMS, "ctas - 1 - cta", "ctas - cta"),
+    "phases of the queue do not change": (CAUSAL, ITEMS, "static_cast<u32>(number / ItemQueue::SLOTS % 2);", "0;"),
+    "an item is done with before the producer's warps are": (
+        FEW_KEYS,
+        KERNEL,
+        "sm.queue.init(CONSUMER_WARPS + PRODUCER_WARPS);",
+        "sm.queue.init(CONSUMER_WARPS);",
+    ),
+    "an item is left out": (CAUSAL, ITEMS, "atomicAdd(p.items_claimed, 1)", "1 + atomicAdd(p.items_claimed, 1)"),
+    "an item is read before it is there": (
+        CAUSAL,
+        ITEMS,
+        "    ptx::mbarrier_wait(&queue.full[slot()], phase());\n",
+        "",
+    ),
+    "an item takes the place of one that is worked on": (
+        FEW_KEYS,
+        ITEMS,
+        "    ptx::mbarrier_wait(&queue.empty[slot()], phase() ^ 1);\n",
+        "",
+    ),
+    "items without keys do not count for Q": (
+        replace(CAUSAL, seqlens=((150, 0), (150, 210)), kv_layout="padded"),
+        PRODUCER,
+        "      ptx::mbarrier_arrive(&sm.q_full[group]);\n",
+        "",
+    ),
     "the second warpgroup has the rows of the first": (
         CAUSAL,
         KERNEL,

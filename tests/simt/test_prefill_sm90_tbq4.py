@@ -22,16 +22,16 @@ KERNEL, PRODUCER = "prefill_sm90.cu", "common/tiled_producer.cuh"
 TILES = "kv/tiles_sm90_tbq4.cuh"
 LEVELS, QUADS = "kv/tbq4_levels.cuh", "kv/tbq4_quads.cuh"
 TBQ4, KEYS_ONLY, VALUES_ONLY = ("tbq4", "tbq4"), ("tbq4", "raw16"), ("raw16", "tbq4")
-# By formats of K and V, dtype and head_dim, of which each is one build. Lanes have two words of codes or four.
+# By formats of K and V, dtype and head_dim, of which each is one build. Lanes have two words of a chunk or four.
 SMALL = {
     (*TBQ4, "float16", 64): config(2, 32, 2, weigh_first=True),
     (*TBQ4, "bfloat16", 64): config(3, 32, 1, weigh_first=False),
-    (*TBQ4, "bfloat16", 128): config(2, 80, 2, weigh_first=False),
+    (*TBQ4, "bfloat16", 128): config(2, 96, 2, weigh_first=False),
     (*TBQ4, "bfloat16", 256): config(1, 32, 3, weigh_first=True),
-    (*KEYS_ONLY, "bfloat16", 64): config(3, 64, 1, weigh_first=False),
+    (*KEYS_ONLY, "bfloat16", 64): config(3, 64, 2, weigh_first=False),
     (*VALUES_ONLY, "float16", 128): config(1, 64, 3, take_turns=False),
 }
-LENGTHS = KEYS | strategies.lengths(64) | strategies.lengths(80)
+LENGTHS = KEYS | strategies.lengths(64) | strategies.lengths(96)
 BASE = PrefillProblem(
     ((150, 210), (150, 210)), num_kv_heads=2, group=2, q_layout="dense", kv_layout="dense", k_format="tbq4",
     v_format="tbq4",
@@ -198,13 +198,25 @@ FAULTS = {
         "      if (V::EXPANDED || asks) ptx::mbarrier_wait(&sm.v_empty[values.stage], values.phase ^ 1);\n",
         "",
     ),
-    "the norm of another key": (NORMAL, TILES, "row % WARP + row0 % WARP)", "row % WARP + (row0 ^ 1) % WARP)"),
-    "the norm of another block": (WIDE, TILES, "word0 < PIECES / 2 ? 0x1010u : 0x3232u", "0x1010u"),
+    "the norm of another key": (NORMAL, TILES, "row % WARP + norm_lane)", "row % WARP + (norm_lane ^ 1))"),
+    "the norm of another block": (WIDE, TILES, "block == 0 ? 0x1010u", "block >= 0 ? 0x1010u"),
     "norms of other rows": (
         NORMAL,
         TILES,
-        "const int row = i * WARP ^ norm_first;",
-        "const int row = i * WARP ^ norm_first ^ 1;",
+        "from.norms.behind(norm_row0, 0)",
+        "from.norms.behind(norm_row0 ^ 1, 0)",
+    ),
+    "norms behind those of a tile": (
+        replace(GROWING, dtype="bfloat16", head_dim=64, v_format="raw16"),
+        TILES,
+        "(norm_row0 & WARP) == 0 ? 1 : -1",
+        "1",
+    ),
+    "norms of keys that are not finite count for the power of a tile": (
+        NORMAL,
+        TILES,
+        "raw_norms[i] = ptx::nan_if_infinite(raw_norms[i]);",
+        "",
     ),
     "the scale of another tile of K": (GROWING, KERNEL, "        scale_scores(keys.stage);\n", ""),
     "accumulators do not follow the scale of V": (
@@ -229,14 +241,14 @@ FAULTS = {
     "codes past the end": (
         NORMAL,
         TILES,
-        "if (row >= from.count) continue;",
-        "if (row >= from.count + 1000) continue;",
+        "step * ROWS_AT_ONCE + row0 < count;",
+        "step * ROWS_AT_ONCE + row0 < count + 1000;",
     ),
     "values of a tile too many": (
         PADDED,
         PRODUCER,
-        "value_codes.fetch(w.value_rows(p, at, end - tile * cfg::TILE_KV));",
-        "value_codes.fetch(w.value_rows(p, at, end));",
+        "value_codes.template fetch_norms<false>(at, count);",
+        "value_codes.template fetch_norms<true>(at);",
     ),
     "halves of a word exchanged": (
         NORMAL,
@@ -245,13 +257,19 @@ FAULTS = {
         "half == 1 ? index : index >> 16",
     ),
     "signs of neighbors exchanged": (NORMAL, LEVELS, "ptx::prmt(even, word, ", "ptx::prmt(word, even, "),
-    "codes below 8 in the order of the others": (NORMAL, LEVELS, "^ (high - (high >> 3))", "^ (0 * high)"),
-    "a row of other codes": (NORMAL, TILES, "from.row(row) + word0 * 4", "from.row(row ^ 1) + word0 * 4"),
+    "codes by themselves for Gray codes": (NORMAL, LEVELS, "(word ^ word >> 1) & 0x77777777u", "word & 0x77777777u"),
+    "a row of other codes": (NORMAL, TILES, "behind(row0, word0 * 4)", "behind(row0 ^ 1, word0 * 4)"),
+    "the other chunk of a row": (
+        replace(NORMAL, head_dim=128, dtype="bfloat16"),
+        TILES,
+        "chunk * Tile::PIECES * 4",
+        "(chunk ^ 1) * Tile::PIECES * 4",
+    ),
     "words of a row exchanged": (
         NORMAL,
         TILES,
-        "levels_of(codes[step][i], bytes)",
-        "levels_of(codes[step][i ^ 1], bytes)",
+        "levels_of(codes[step][chunk][i], products)",
+        "levels_of(codes[step][chunk][i ^ 1], products)",
     ),
     "words that are not swizzled": (
         NORMAL,
@@ -259,13 +277,54 @@ FAULTS = {
         "(first ^ static_cast<u32>(i) << 4)",
         "(first + (static_cast<u32>(i) << 4))",
     ),
-    "norms past the end": (PADDED, TILES, "|| row >= from.count) continue;", "|| row >= from.count + 1) continue;"),
-    "the page of another tile of K": (PAGED_NORMAL, PRODUCER, "fetch_keys(next, tile - 1)", "fetch_keys(at, tile - 1)"),
+    "norms past the end": (
+        PADDED,
+        TILES,
+        "if (!WHOLE && row >= count) continue;",
+        "if (!WHOLE && row > count) continue;",
+    ),
+    "the page of another tile of K": (
+        PAGED_NORMAL,
+        PRODUCER,
+        "key_codes.template fetch_codes<true>(key_slot(tile), places.at)",
+        "key_codes.template fetch_codes<true>(key_slot(tile), at)",
+    ),
     "the page of another tile of V": (
         PAGED_NORMAL,
         PRODUCER,
-        "fetch_values(next, tile - 1)",
-        "fetch_values(at, tile - 1)",
+        "value_codes.template fetch_norms<true>(next)",
+        "value_codes.template fetch_norms<true>(at)",
+    ),
+    "a tile of K is published before the fence": (
+        NORMAL,
+        PRODUCER,
+        "        if (!TOGETHER) publish(&sm.k_full[keys.stage]);\n",
+        "        if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(&sm.k_full[keys.stage]);\n",
+    ),
+    "tiles of K wait for values of one stage": (
+        replace(NORMAL, dtype="bfloat16"),
+        PRODUCER,
+        "cfg::NUM_STAGES > 1;",
+        "cfg::NUM_STAGES > 0;",
+    ),
+    "Q of an item without keys beside codes of V does not count": (
+        replace(PADDED, k_format="raw16", head_dim=128, seqlens=((150, 0), (150, 210))),
+        PRODUCER,
+        "      if (EXPANDS && !K::EXPANDED) load_queries(p, sm, place, w);\n",
+        "",
+    ),
+    "codes are taken before they land": (NORMAL, PRODUCER, "cp_async_wait<1>", "cp_async_wait<2>"),
+    "codes of the tile that is next are overwritten": (
+        NORMAL,
+        PRODUCER,
+        "(key_slot(tile), places.at)",
+        "(key_slot(tile - 1), places.at)",
+    ),
+    "norms of a tile that has them no more": (
+        PAGED_NORMAL,
+        PRODUCER,
+        "        if (has_next) take(tile - 1);\n",
+        "        if (has_next && tile < last) take(tile - 1);\n",
     ),
     "Q without a proxy fence": (
         NORMAL,
@@ -306,7 +365,12 @@ FAULTS = {
 def spoiled(problem: PrefillProblem, name: str) -> tuple[Any, ...]:
     """The arrays of a problem; with a norm of the last token that is not finite for faults about these."""
     q, k, v = problem.arrays()
-    return (q, k, with_norm(v, (0, -1, 1, 0), np.inf) if "finite" in name else v)
+    where = (0, -1, 1, 0)
+    if "norms of keys that are not finite" in name:
+        k = with_norm(k, where, np.inf)
+    elif "finite" in name:
+        v = with_norm(v, where, np.inf)
+    return q, k, v
 
 
 @pytest.mark.parametrize("name", selected(FAULTS))

@@ -1,14 +1,14 @@
-"""Every level of every code, as decode.cu finds it in its table, bit for bit."""
+"""Every level of every code, bit for bit: as decode.cu finds it in its table, and as byte permutations pick it."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from simt import product
+from simt import cases, harness, product
 from tbq4_codes import TOKENS, codes_of_all_bytes, codes_of_all_pairs, levels_of, powers, rotated_one_hots
 
-from cuattn import Tbq4Array, _plan, _tbq4, reference
+from cuattn import Tbq4Array, _jit, _plan, _tbq4, reference
 
 NEWEST = {"window": (0, 0), "num_splits": 2, "merge": False}  # each query token sees its own key; parts in float32
 DEVICES = {arch: _plan.DEVICES[arch] for arch in ("sm_90a", "sm_86")}  # two strides of the table
@@ -80,3 +80,46 @@ def test_one_wrong_level_for_one_lane_is_seen(check: Callable[..., None]) -> Non
     wrong = "cfg::LEVELS_HALF[upper ^ (upper == 10 && lower == 7 && lane == 31)] << 16;"
     with pytest.raises(AssertionError):
         check(64, patches=[("kv/tbq4.cuh", level, wrong)])
+
+
+# ---- byte permutations -------------------------------------------------------------------------------------------
+
+
+def picked(head_dim: int, kernel: str, given: np.ndarray, width: int) -> np.ndarray:
+    """Run a kernel of tbq4_levels.cu on `given` ``[n]``: float16 ``[n, width]``."""
+    tbq4 = _plan.KvFormat.TBQ4
+    config = _plan.tiled_prefill_config(_plan.Dtype.FP16, (head_dim, head_dim), tbq4, tbq4)
+    source = cases.KERNELS / "tbq4_levels.cu"
+    module = harness.build(source, prelude=_jit.prelude(config), kernels=["levels", "products"])
+    values = np.full((len(given), width), np.nan, np.float16)
+    module.launch(kernel, 2, 64, (given, values, np.int32(len(given))))
+    return values
+
+
+def book(head_dim: int) -> np.ndarray:
+    return _tbq4.codebook(_tbq4.block_of(head_dim)).astype(np.float16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_permutations_pick_the_levels_of_all_halves_of_words(head_dim: int) -> None:
+    half = np.arange(1 << 16, dtype=np.uint32)
+    words = half | (half * 40503 & 0xFFFF) << 16  # an odd factor: the upper half takes all values, too
+    codes = words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+
+    got = picked(head_dim, "levels", words, 8)
+
+    assert got.tobytes() == book(head_dim)[codes].tobytes()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_with_all_norms_are_rounded_once(head_dim: int) -> None:
+    """Subnormals, zeros of both signs and infinities among them; what is NaN may be any."""
+    norms = np.arange(1 << 16, dtype=np.uint16)
+
+    got = picked(head_dim, "products", norms, 16)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = norms.view(np.float16)[:, None] * book(head_dim)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), ~numbers)
+    assert got[numbers].tobytes() == want[numbers].tobytes()

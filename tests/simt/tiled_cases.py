@@ -14,19 +14,24 @@ def config(consumers: int, tile_kv: int, num_stages: int, **choices: bool) -> di
     return {"consumers": consumers, "tile_kv": tile_kv, "num_stages": num_stages, **choices}
 
 
-# By dtype and head_dim, of which each is one build, and one more with pages, with a softcap, and with both.
+# By dtype, head_dim and value_dim, of which each is one build, and one more with pages, with a softcap, and with both.
 SMALL = {
-    ("float16", 64): config(2, 16, 2, weigh_first=True),
-    ("bfloat16", 64): config(3, 32, 3),
-    ("float16", 128): config(1, 64, 2, weigh_first=False),
-    ("bfloat16", 256): config(2, 32, 1, take_turns=False),
+    ("float16", 64, None): config(2, 16, 2, weigh_first=True),
+    ("bfloat16", 64, None): config(3, 32, 3),
+    ("bfloat16", 96, None): config(1, 32, 2),
+    ("float16", 192, 128): config(1, 64, 2, weigh_first=False),
+    ("bfloat16", 256, None): config(2, 32, 1, take_turns=False),
 }
 BASE = PrefillProblem(((150, 210), (150, 210)), num_kv_heads=2, group=2, q_layout="dense", kv_layout="dense")
 
 
 def run(problem: PrefillProblem, arrays: tuple[Any, ...] | None = None, **choices: Any) -> tuple[np.ndarray, ...]:
-    """Run a problem, or such a call with other arrays and options, in the small tiles of its dtype and head_dim."""
-    options = {"changes": SMALL.get((problem.dtype, problem.head_dim)), **problem.options(), **choices}
+    """Run a problem, or such a call with other arrays and options, in the small tiles of its dtype and dims."""
+    options = {
+        "changes": SMALL.get((problem.dtype, problem.head_dim, problem.value_dim)),
+        **problem.options(),
+        **choices,
+    }
     return product.tiled_prefill_arrays(*(arrays or problem.arrays()), **options)
 
 

@@ -109,6 +109,8 @@ extern "C" __global__ void __launch_bounds__(128)
     ptx::bar_sync(1, 128);
     out[n++] = mailbox[tid - 64];
   }
+  const u64 address = reinterpret_cast<u64>(ptx::mad_wide(r[0], r[1], reinterpret_cast<const u8*>(u64{r[2]} << 16)));
+  out[n++] = static_cast<u32>(address >> 32) ^ static_cast<u32>(address) * 3;
   while (n < NUM_WORDS) out[n++] = 0;
 
   // About -2 to 2.
@@ -143,6 +145,15 @@ extern "C" __global__ void multiply_halves(const u32* a, const u32* b, u32* out,
   const auto one_nan = [](u32 half) { return (half & 0x7fff) > 0x7c00 ? 0x7fffu : half; };
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
     const u32 r = ptx::mul_half2(a[i], b[i]);
+    out[i] = one_nan(r & 0xffff) | one_nan(r >> 16) << 16;
+  }
+}
+
+// a, b, out [n]: two halves each; the larger size, NaN as 0x7fff.
+extern "C" __global__ void larger_halves(const u32* a, const u32* b, u32* out, int n) {
+  const auto one_nan = [](u32 half) { return (half & 0x7fff) > 0x7c00 ? 0x7fffu : half; };
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    const u32 r = ptx::max_half2(ptx::abs_half2(a[i]), ptx::abs_half2(b[i]));
     out[i] = one_nan(r & 0xffff) | one_nan(r >> 16) << 16;
   }
 }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, Self
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _params, _plan, reference
+from . import _arrays, _check, _dispatch, _jit, _params, _plan, reference
 from ._arrays import Array
+from ._quantize import Tbq4Array
 
-if TYPE_CHECKING:
-    from ._quantize import Tbq4Array
+# Arrays of a call.
+_OF_SIDE = ("new", "cache", "cache_norms", "cache_mean", "cache.clamped", "sink", "recent")
+_ARRAYS = (*(f"{side}_{name}" for side in "kv" for name in _OF_SIDE), "page_table", "kv_len")
+_written = itemgetter(*(_ARRAYS.index(f"{a}_{b}") for a in "kv" for b in ("cache", "cache_norms", "sink", "recent")))
 
 
 def append(
@@ -91,26 +97,101 @@ def append(
     >>> cuattn.append(k_new, v_new, k_cache, v_cache, kv_len, page_table=pages)
     >>> out = cuattn.decode(q, k_cache, v_cache, kv_len, page_table=pages)
     """
-    call = _check.append(
-        k_new, v_new, k_cache, v_cache, kv_len, page_table=page_table, k_sink=k_sink, v_sink=v_sink,
-        k_recent=k_recent, v_recent=v_recent,
-    )  # fmt: skip
-    if call.num_rows == 0:
-        return
-    if not _arrays.is_gpu(call.k.rows):
-        reference.append(
-            call.k.rows, call.v.rows, call.k.target, call.v.target, call.kv_len, page_table=call.page_table,
-            k_sink=call.k.sink, v_sink=call.v.sink, k_recent=call.k.recent, v_recent=call.v.recent,
+    given = [  # in the order of _ARRAYS
+        k_new, *_dispatch.parts(k_cache), _dispatch.counter(k_cache), k_sink, k_recent,
+        v_new, *_dispatch.parts(v_cache), _dispatch.counter(v_cache), v_sink, v_recent,
+        page_table, kv_len,
+    ]  # fmt: skip
+    arrays, form, launches = _FORMS.look_up(_ARRAYS, given)
+    if launches is None or not launches.are_apart(arrays):
+        call = _check.append(
+            k_new, v_new, k_cache, v_cache, kv_len, page_table=page_table, k_sink=k_sink, v_sink=v_sink,
+            k_recent=k_recent, v_recent=v_recent,
         )  # fmt: skip
-        return
-    cupy = _arrays.import_cupy()
-    ordinal = call.k.rows.device.id
-    with cupy.cuda.Device(ordinal):
-        device = _arrays.device(ordinal)
-        kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
-        config, params = append_config(call), append_params(call, kv_len)
-        threads = (config.num_warps * _plan.WARP, 1, 1)
-        _jit.kernel(config, ordinal, device.arch).launch(config.grid(call.num_rows, device), threads, params)
+        if call.num_rows == 0:
+            return
+        if not _arrays.is_gpu(call.k.rows):
+            reference.append(
+                call.k.rows, call.v.rows, call.k.target, call.v.target, call.kv_len, page_table=call.page_table,
+                k_sink=call.k.sink, v_sink=call.v.sink, k_recent=call.k.recent, v_recent=call.v.recent,
+            )  # fmt: skip
+            return
+        launches, arrays = _FORMS.put(form, _AppendLaunches.of(call)), _arrays_of(call)
+    launches.run(arrays, kv_len)
+
+
+def _arrays_of(call: _check.AppendCall) -> list[Array | None]:
+    """Arrays of a checked call, in the order of `_ARRAYS`."""
+    found: list[Array | None] = []
+    for side in (call.k, call.v):
+        cache = side.cache
+        found += [side.rows, cache.rows, cache.norms, cache.mean, side.clamped, side.sink, side.recent]
+    return [*found, call.page_table, call.kv_len if _arrays.is_gpu(call.kv_len) else None]
+
+
+@dataclass(frozen=True, slots=True)
+class _AppendLaunches:
+    """What a checked call on a GPU runs.
+
+    Attributes
+    ----------
+    ordinal : int
+        Of the device.
+    launches : Launches
+    batch, capacity : int
+        Sequences, and tokens that the caches hold of one.
+    """
+
+    ordinal: int
+    launches: _dispatch.Launches
+    batch: int
+    capacity: int
+
+    @classmethod
+    def of(cls, call: _check.AppendCall) -> Self:
+        """Plan the launch of a call, and compile and load its kernel."""
+        ordinal, batch = call.k.rows.device.id, call.k.rows.shape[0]
+        made = _dispatch.StandIns(_ARRAYS, ordinal)
+
+        def side(side: _check.AppendSide, name: str) -> _check.AppendSide:
+            return replace(
+                side,
+                rows=made.of(f"{name}_new", side.rows),
+                cache=side.cache.map(made.of, f"{name}_cache"),
+                clamped=made.of(f"{name}_cache.clamped", side.clamped),
+                sink=made.of(f"{name}_sink", side.sink),
+                recent=made.of(f"{name}_recent", side.recent),
+            )
+
+        call = replace(
+            call, k=side(call.k, "k"), v=side(call.v, "v"), page_table=made.of("page_table", call.page_table)
+        )
+        on_host = not _arrays.is_gpu(call.kv_len)
+        lengths = made.contiguous("kv_len", (batch,), np.int32) if on_host else made.of("kv_len", call.kv_len)
+        config = append_config(call)
+        with _arrays.import_cupy().cuda.Device(ordinal):
+            device = _arrays.device(ordinal)
+            kernel, threads = _jit.kernel(config, ordinal, device.arch), (config.num_warps * _plan.WARP, 1, 1)
+            launch = _dispatch.Launch(kernel, config.grid(call.num_rows, device), threads, append_params(call, lengths))
+            return cls(ordinal, _dispatch.Launches(made, [launch]), batch, call.capacity)
+
+    @staticmethod
+    def are_apart(arrays: Sequence[Array | None]) -> bool:
+        """Whether arrays that are written begin at different addresses; if not, the checks say which."""
+        begins = [x.data.ptr for x in _written(arrays) if x is not None]
+        return len(set(begins)) == len(begins)
+
+    def run(self, arrays: list[Array], kv_len: object) -> None:
+        """Launch on arrays of the form that this was made for: those of `_ARRAYS`, of which it may change "kv_len"."""
+        cupy = _arrays.import_cupy()
+        if cupy.cuda.runtime.getDevice() != self.ordinal:
+            with cupy.cuda.Device(self.ordinal):
+                self.run(arrays, kv_len)
+            return
+        if arrays[-1] is None:
+            lengths = _check.lengths_of(kv_len, self.batch, self.capacity, gpu=True, of="k_new")
+            arrays[-1] = cupy.asarray(lengths)
+        self.launches.run([0, *[0 if x is None else x.data.ptr for x in arrays]])
 
 
 def append_config(call: _check.AppendCall) -> _plan.AppendConfig:
@@ -153,3 +234,6 @@ def append_params(call: _check.AppendCall, kv_len: Array) -> np.ndarray[Any, Any
     if table is not None:
         values |= {"page_table_stride_batch": table.strides[0], "page_table_stride_page": table.strides[1]}
     return _params.fill(_params.APPEND, values)
+
+
+_FORMS: _dispatch.Forms[_AppendLaunches] = _dispatch.Forms()

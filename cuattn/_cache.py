@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from ._arrays import Array, dtype_name, pointer
@@ -42,6 +43,11 @@ class Cache:
         """Take rows of elements, whose dtype is the format."""
         is_float = dtype_name(rows) == Dtype.FP32.value
         return cls(rows, kv_format=KvFormat.RAW32 if is_float else KvFormat.RAW16)
+
+    def map(self, of: Callable[[str, Array | None], Array | None], name: str) -> Self:
+        """Return a cache of what `of` makes of the arrays, called `name`, with ``_norms`` and ``_mean`` behind."""
+        norms, mean = of(f"{name}_norms", self.norms), of(f"{name}_mean", self.mean)
+        return replace(self, rows=of(name, self.rows), norms=norms, mean=mean)
 
     @property
     def num_pages(self) -> int:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _merge, _plan, _segments, reference
+from . import _arrays, _check, _dispatch, _plan, _segments, reference
 from ._arrays import Array
 from ._quantize import Tbq4Array
+
+_FORMS: _dispatch.Forms[_segments.DecodeLaunches] = _dispatch.Forms()
 
 
 def decode(
@@ -113,6 +115,10 @@ def decode(
     CuPy's pool if there is more than one split, and a little more with rows kept in 16 bits, whose one or two launches
     give parts of their own. The same call gives the same bits every time.
 
+    What follows from the form of a call (shapes, strides, dtypes, devices, options) is checked, planned and kept once;
+    only lengths on the host are checked, and copied, at every call. For the least time on the host give `kv_len` on the
+    GPU, and `out`.
+
     A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), `kv_len` is
     on the GPU, and the graph's memory stays its own: results (`out`, the lse) are kept alive, and the workspace comes
     from a `cupy.cuda.MemoryPool` that is used for the capture only and kept as long as the graph.
@@ -131,17 +137,30 @@ def decode(
     --------
     >>> out = cuattn.decode(q, k_cache, v_cache, kv_len, page_table=pages)
     """
-    call = _check.decode(
-        q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, k_sink=k_sink, v_sink=v_sink,
-        k_recent=k_recent, v_recent=v_recent, out=out,
-    )  # fmt: skip
-    with_lse = _check.flag("return_lse", return_lse)
-    result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
-    if call.one_token:
-        result, lse = result[:, 0], None if lse is None else lse[:, 0]
+    given = [  # in the order of _segments.ARRAYS
+        q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent, sinks,
+        kv_len, out,
+    ]  # fmt: skip
+    options = (causal, window, softcap, softmax_scale, num_splits, return_lse)
+    arrays, form, launches = _FORMS.look_up(_segments.ARRAYS, given, options)
+    if launches is None:
+        call = _check.decode(
+            q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
+            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, k_sink=k_sink, v_sink=v_sink,
+            k_recent=k_recent, v_recent=v_recent, out=out,
+        )  # fmt: skip
+        with_lse = _check.flag("return_lse", return_lse)
+        if not _arrays.is_gpu(call.q):
+            result, lse = _on_cpu(call, with_lse=with_lse)
+            if call.one_token:
+                result, lse = result[:, 0], None if lse is None else lse[:, 0]
+            result = _arrays.given(out, result)
+            return (result, lse) if with_lse else result
+        launches = _FORMS.put(form, _segments.DecodeLaunches.of(call, with_lse=with_lse))
+        arrays = _segments.arrays_of(call)
+    result, lse = launches.run(arrays, kv_len)
     result = _arrays.given(out, result)
-    return (result, lse) if with_lse else result
+    return (result, lse) if launches.with_lse else result
 
 
 def plan_decode(
@@ -190,29 +209,3 @@ def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
     with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
         out[...] = result.astype(out.dtype)
     return out, lse.astype(np.float32) if with_lse else None
-
-
-def _on_gpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
-    cupy = _arrays.import_cupy()
-    q = call.q
-    ordinal = q.device.id
-    with cupy.cuda.Device(ordinal):
-        device = _arrays.device(ordinal)
-        found = _segments.segments(call, device)
-        out = cupy.empty(q.shape, q.dtype) if call.out is None else call.out
-        lse = cupy.empty(q.shape[:-1], cupy.float32) if with_lse else None
-        if q.size == 0:
-            return out, lse
-        kv_len = call.kv_len if _arrays.is_gpu(call.kv_len) else cupy.asarray(call.kv_len)
-        sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
-        shape, parts, states = _segments.partial_shape(found), None, None
-        if shape is not None:
-            parts = cupy.empty(shape, cupy.float32)
-            states = cupy.empty((*shape[:-1], 2), cupy.float32)
-        for plan, params in _segments.launches(
-            call, found, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, sinks=sinks
-        ):
-            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
-        if parts is not None:
-            _merge.launch(parts, states, out, lse)
-    return out, lse

@@ -25,9 +25,12 @@ from . import _nvrtc
 from ._nvrtc import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ._plan import Config
+
+    Grid = tuple[int, int, int]
+    Params = np.ndarray[Any, Any]
 
 
 def _find_sources() -> Path:
@@ -248,15 +251,15 @@ class Kernel:
         if config.smem_bytes > _DEFAULT_DYNAMIC_SMEM:
             function.max_dynamic_shared_size_bytes = config.smem_bytes
         self._function = function
-        self._launch = None
+        self._overlapping: int | None = None
         if (
             _number_of(arch) >= _FIRST_ARCH_WITH_OVERLAP
             and cupy.cuda.runtime.driverGetVersion() >= _FIRST_DRIVER_WITH_OVERLAP
         ):
-            self._launch = _OverlappingLaunch(function.kernel.ptr, config)
+            self._overlapping = function.kernel.ptr
 
-    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
-        """Launch on the current stream of the current device.
+    def bind(self, grid: Grid, block: Grid, params: Params) -> Callable[[], None]:
+        """Return what launches on the current stream of the current device.
 
         The kernels wait by themselves for the grids before them, so they may start while those end: the launch, and
         what a kernel does before it touches global memory, take no time then.
@@ -265,50 +268,63 @@ class Kernel:
         ----------
         grid, block : tuple of int
         params : numpy.ndarray, size 1, a dtype of `_params`
-            Passed by value.
+            Passed by value, as it is when a launch is made.
+
+        Returns
+        -------
+        callable
+            For one thread at a time.
         """
-        if self._launch is None:
-            self._function(grid, block, (params,), shared_mem=self.config.smem_bytes)
-        else:
-            self._launch(grid, block, params)
+        if self._overlapping is None:
+            function, smem_bytes = self._function, self.config.smem_bytes
+            return lambda: function(grid, block, (params,), shared_mem=smem_bytes)
+        return _OverlappingLaunch(self._overlapping, self.config, grid, block, params)
+
+    def launch(self, grid: Grid, block: Grid, params: Params) -> None:
+        """Launch once; see `bind`."""
+        self.bind(grid, block, params)()
+
+
+# Threads that have the context of their device.
+_thread = threading.local()
 
 
 class _OverlappingLaunch:
     """Launch of a kernel that may start while the kernel before it ends, which CuPy has no word for."""
 
-    def __init__(self, function: int, config: Config) -> None:
+    def __init__(self, function: int, config: Config, grid: Grid, block: Grid, params: Params) -> None:
         from cuda.bindings import driver
+        from cupy.cuda import get_current_stream, runtime
 
-        self._function, self._config = function, config
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        # Made once rather than for each launch, so that one thread at a time fills it in.
-        self._lock = threading.Lock()
-        self._thread = threading.local()
-        self._launch = driver.CUlaunchConfig()
-        self._launch.sharedMemBytes = config.smem_bytes
-        self._launch.attrs, self._launch.numAttrs = [attribute], 1
-        self._driver = driver
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
+        launch.sharedMemBytes = config.smem_bytes
+        launch.attrs, launch.numAttrs = [attribute], 1
+        self._config, self._grid, self._block = config, grid, block
+        self._params = params, np.array([params.ctypes.data], np.uintp)  # kept alive with what points at them
+        self._pointers = self._params[1].ctypes.data
+        self._driver, self._launch, self._function = driver, launch, driver.CUfunction(function)
+        self._stream, self._runtime = get_current_stream, runtime
+        self._last_stream: int | None = None
 
-    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: np.ndarray[Any, Any]) -> None:
-        from cupy.cuda import get_current_stream, runtime
-
-        if not hasattr(self._thread, "has_context"):
+    def __call__(self) -> None:
+        if not hasattr(_thread, "has_context"):
             # The driver's launch, unlike the runtime's calls, does not give a thread the context of its device.
-            runtime.setDevice(runtime.getDevice())
-            self._thread.has_context = True
-        launch = self._launch
-        pointers = np.array([params.ctypes.data], np.uintp)
-        with self._lock:
-            launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
-            launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
-            launch.hStream = get_current_stream().ptr
-            (status,) = self._driver.cuLaunchKernelEx(launch, self._function, pointers.ctypes.data, 0)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
+            self._runtime.setDevice(self._runtime.getDevice())
+            _thread.has_context = True
+        stream = self._stream().ptr
+        if stream != self._last_stream:
+            self._launch.hStream = self._last_stream = stream
+        (status,) = self._driver.cuLaunchKernelEx(self._launch, self._function, self._pointers, 0)
+        if status:
             raise RuntimeError(
-                f"cannot launch {self._config.kernel}.cu for {self._config.describe()} with grid {grid}, block {block} "
-                f"and {self._config.smem_bytes} bytes of shared memory, or an earlier launch failed: {status.name}"
+                f"cannot launch {self._config.kernel}.cu for {self._config.describe()} with grid {self._grid}, block "
+                f"{self._block} and {self._config.smem_bytes} bytes of shared memory, or an earlier launch failed: "
+                f"{status.name}"
             )
 
 

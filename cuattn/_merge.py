@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _params, _plan, reference
+from . import _arrays, _check, _dispatch, _jit, _params, _plan, reference
 from ._arrays import Array
 
 
@@ -75,17 +75,22 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
 
 
 def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> None:
-    """Launch merge.cu on checked CuPy arrays of the current device; `lse` is contiguous or None.
+    """Launch merge.cu on checked CuPy arrays of the current device; see `launch_of`."""
+    if out.size:
+        kernel, grid, block, params = launch_of(out_partial, lse_partial, out, lse)
+        kernel.launch(grid, block, params)
 
-    `lse_partial` may also hold softmax states, pairs (m, l) along a last axis of its own.
+
+def launch_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> _dispatch.Launch:
+    """Return the launch of merge.cu on checked arrays of the current device, or their stand-ins.
+
+    `lse` is contiguous or None. `lse_partial` may also hold softmax states, pairs (m, l) along a last axis of its own.
     """
-    if out.size == 0:
-        return
     ordinal = out_partial.device.id
     config, params = config_of(out_partial, lse_partial, out), params_of(out_partial, lse_partial, out, lse)
-    rows = out.size // out.shape[-1]
     kernel = _jit.kernel(config, ordinal, _arrays.device(ordinal).arch)
-    kernel.launch((rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1), params)
+    rows = out.size // out.shape[-1]
+    return _dispatch.Launch(kernel, (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1), params)
 
 
 def config_of(out_partial: Array, lse_partial: Array, out: Array) -> _plan.MergeConfig:

@@ -10,13 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from . import _arrays, _check, _params, _plan
+from . import _arrays, _check, _dispatch, _jit, _merge, _params, _plan
 from ._arrays import Array
 from ._cache import Cache
+
+# Arrays of a call; those after "out" are not the caller's.
+ARRAYS = (
+    "q", "k_cache", "k_cache_norms", "k_cache_mean", "v_cache", "v_cache_norms", "v_cache_mean", "page_table", "k_sink",
+    "v_sink", "k_recent", "v_recent", "sinks", "kv_len", "out", "lse", "parts", "states",
+)  # fmt: skip
+_SINKS, _KV_LEN, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "out"))
 
 # Beyond every position: a limit that leaves no key out.
 _ALL = 2**31 - 1
@@ -140,3 +147,126 @@ def _params_of(
     for name in ("k", "v", "k_norms", "v_norms"):
         values[f"{name}_stride_step"] = values[f"{name}_stride_token"] * segment.plan.config.keys_per_step
     return _params.fill(_params.DECODE, values)
+
+
+def arrays_of(call: _check.DecodeCall) -> list[Array | None]:
+    """Arrays of a checked call, in the order of `ARRAYS`; without an axis of query tokens if the caller has none."""
+    q, out = call.q, call.out
+    if call.one_token:
+        q, out = q[:, 0], None if out is None else out[:, 0]
+    k, v = call.k_cache, call.v_cache
+    kept = (*(call.sink or (None, None)), *(call.recent or (None, None)))
+    lengths = call.kv_len if _arrays.is_gpu(call.kv_len) else None
+    return [q, k.rows, k.norms, k.mean, v.rows, v.norms, v.mean, call.page_table, *kept, call.sinks, lengths, out]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunches:
+    """What a checked call on a GPU runs, and what it allocates for that.
+
+    Attributes
+    ----------
+    ordinal : int
+        Of the device.
+    launches : Launches or None
+        None where no row of q is.
+    batch, capacity : int
+        Sequences, and tokens that the caches hold of one.
+    with_lse : bool
+    parts_bytes, workspace_bytes : int
+        Of partial results in float32, and of these and their states; 0 where there is one part.
+    """
+
+    ordinal: int
+    launches: _dispatch.Launches | None
+    batch: int
+    capacity: int
+    with_lse: bool
+    parts_bytes: int
+    workspace_bytes: int
+
+    @classmethod
+    def of(cls, call: _check.DecodeCall, *, with_lse: bool) -> Self:
+        """Plan the launches of a call, and compile and load their kernels."""
+        cupy = _arrays.import_cupy()
+        ordinal, batch, capacity = call.q.device.id, call.q.shape[0], call.problem.max_kv_len
+        if call.q.size == 0:
+            return cls(ordinal, None, batch, capacity, with_lse, 0, 0)
+        made = _dispatch.StandIns(ARRAYS, ordinal)
+
+        def pair(name: str, arrays: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
+            return None if arrays is None else (made.of(f"k_{name}", arrays[0]), made.of(f"v_{name}", arrays[1]))
+
+        call = replace(
+            call,
+            q=made.of("q", call.q),
+            k_cache=call.k_cache.map(made.of, "k_cache"),
+            v_cache=call.v_cache.map(made.of, "v_cache"),
+            page_table=made.of("page_table", call.page_table),
+            sink=pair("sink", call.sink),
+            recent=pair("recent", call.recent),
+            out=made.of("out", call.out),
+        )
+        with cupy.cuda.Device(ordinal):
+            device = _arrays.device(ordinal)
+            found = segments(call, device)
+            out = made.contiguous("out", call.q.shape, call.q.dtype) if call.out is None else call.out
+            lse = made.contiguous("lse", call.q.shape[:-1], np.float32) if with_lse else None
+            shape, parts, states = partial_shape(found), None, None
+            if shape is not None:
+                parts = made.contiguous("parts", shape, np.float32)
+                states = made.contiguous("states", (*shape[:-1], 2), np.float32)
+            on_host = not _arrays.is_gpu(call.kv_len)
+            lengths = made.contiguous("kv_len", (batch,), np.int32) if on_host else made.of("kv_len", call.kv_len)
+            sinks = None if call.sinks is None else made.contiguous("sinks", call.sinks.shape, np.float32)
+            all_launches = [
+                _dispatch.Launch(_jit.kernel(plan.config, ordinal, device.arch), plan.grid, plan.block, params)
+                for plan, params in launches(
+                    call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
+                )
+            ]
+            if parts is not None:
+                all_launches.append(_merge.launch_of(parts, states, out, lse))
+        parts_bytes, states_bytes = (0 if x is None else 4 * x.size for x in (parts, states))
+        return cls(
+            ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, parts_bytes,
+            parts_bytes + states_bytes,
+        )  # fmt: skip
+
+    def run(self, arrays: list[Array], kv_len: object) -> tuple[Array, Array | None]:
+        """Run the launches on arrays of the form that they were made for.
+
+        Parameters
+        ----------
+        arrays : list of array or None
+            Those of `ARRAYS` up to "out"; "kv_len" is None where the lengths are not on the GPU. Is changed.
+        kv_len : object
+            The caller's.
+
+        Returns
+        -------
+        out : array, shape of q
+        lse : array, shape of q without head_dim, or None
+        """
+        cupy = _arrays.import_cupy()
+        if cupy.cuda.runtime.getDevice() != self.ordinal:
+            with cupy.cuda.Device(self.ordinal):
+                return self.run(arrays, kv_len)
+        q = arrays[0]
+        if arrays[_OUT] is None:
+            arrays[_OUT] = cupy.ndarray(q.shape, q.dtype)
+        lse = cupy.ndarray(q.shape[:-1], np.float32) if self.with_lse else None
+        if arrays[_KV_LEN] is None:
+            lengths = _check.lengths_of(kv_len, self.batch, self.capacity, gpu=True, of="q")
+            arrays[_KV_LEN] = cupy.asarray(lengths)
+        if arrays[_SINKS] is not None:
+            arrays[_SINKS] = cupy.ascontiguousarray(arrays[_SINKS], dtype=np.float32)
+        if self.launches is not None:
+            pointers = [0, *[0 if x is None else x.data.ptr for x in arrays], 0 if lse is None else lse.data.ptr]
+            if self.workspace_bytes:
+                workspace = cupy.cuda.alloc(self.workspace_bytes)
+                pointers += [workspace.ptr, workspace.ptr + self.parts_bytes]
+            else:
+                pointers += [0, 0]
+            self.launches.run(pointers)
+        return arrays[_OUT], lse

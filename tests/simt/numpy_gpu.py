@@ -136,7 +136,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[_plan.Config, in
 
     cupy.ascontiguousarray = ascontiguousarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(_arrays, "device", lambda ordinal: product.H200)
+    monkeypatch.setattr(_arrays, "device", lambda _: product.H200)
     monkeypatch.setattr(
         _jit, "kernel", lambda config, ordinal, _: kernels.setdefault((config, ordinal), _Kernel(config, ordinal, log))
     )

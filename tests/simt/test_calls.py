@@ -21,8 +21,11 @@ KEPT = replace(PLAIN, kv_len=(131, 3, 700), head_dim=128, k_format="tbq4", v_for
 TOKENS = replace(PLAIN, seqlen_q=2, softcap=5.0, dtype="bfloat16")
 
 
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
 @pytest.fixture(autouse=True)
-def _no_forms(gpu, monkeypatch):
+def _no_forms(monkeypatch):
     """Nothing was called before."""
     monkeypatch.setattr(_decode, "_FORMS", _dispatch.Forms())
     monkeypatch.setattr(_append, "_FORMS", _dispatch.Forms())

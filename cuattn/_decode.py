@@ -26,6 +26,7 @@ def decode(
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
+    split_size: int | None = None,
     k_sink: Array | None = None,
     v_sink: Array | None = None,
     k_recent: Array | None = None,
@@ -74,6 +75,10 @@ def decode(
     num_splits : int, optional
         Parts into which each sequence is cut to fill the GPU, 1 to 512. Default: chosen by `plan_decode`. The result
         depends on it by rounding only. NumPy arrays are not split.
+    split_size : int, optional
+        Tokens of a part, a multiple of 64, instead of `num_splits`: sequences are cut at its multiples, into up to 512
+        parts. Then the bits of a sequence's result depend on nothing but the sequence: not on the batch, the others'
+        lengths, the capacity or where its pages lie.
     k_sink, v_sink : array, shape (batch, num_sink, num_kv_heads, head_dim), dtype of `q`, optional
         Keys and values of the tokens at positions below num_sink (and below `kv_len`), read instead of those in the
         caches: the first tokens often have much of the weight and are unlike the others. They are tokens with rows,
@@ -112,7 +117,7 @@ def decode(
     NumPy arrays (float64 too) run the reference on the CPU. CuPy arrays, and GPU arrays that speak DLPack
     or ``__cuda_array_interface__``, run the kernels on the arrays' device and its current CuPy stream, without
     synchronizing, and come back as CuPy arrays. A workspace of ``plan_decode(...).workspace_bytes`` is taken from
-    CuPy's pool if there is more than one split, and a little more with rows kept in 16 bits, whose one or two launches
+    CuPy's pool if parts are merged, and a little more with rows kept in 16 bits, whose one or two launches
     give parts of their own. The same call gives the same bits every time.
 
     What follows from the form of a call (shapes, strides, dtypes, devices, options) is checked, planned and kept once;
@@ -141,13 +146,13 @@ def decode(
         q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent, sinks,
         kv_len, out,
     ]  # fmt: skip
-    options = (causal, window, softcap, softmax_scale, num_splits, return_lse)
+    options = (causal, window, softcap, softmax_scale, num_splits, split_size, return_lse)
     arrays, form, launches = _FORMS.look_up(_segments.ARRAYS, given, options)
     if launches is None:
         call = _check.decode(
             q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
-            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, k_sink=k_sink, v_sink=v_sink,
-            k_recent=k_recent, v_recent=v_recent, out=out,
+            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size, k_sink=k_sink,
+            v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
         )  # fmt: skip
         with_lse = _check.flag("return_lse", return_lse)
         if not _arrays.is_gpu(call.q):
@@ -171,13 +176,14 @@ def plan_decode(
     *,
     page_table: Array | None = None,
     num_splits: int | None = None,
+    split_size: int | None = None,
     device: _plan.Device | str | None = None,
 ) -> _plan.DecodePlan:
     """Say what `decode` would run for these arrays, and why; ``print`` it.
 
     Parameters
     ----------
-    q, k_cache, v_cache, kv_len, page_table, num_splits
+    q, k_cache, v_cache, kv_len, page_table, num_splits, split_size
         As for `decode`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
     device : Device or str, optional
         GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
@@ -193,8 +199,10 @@ def plan_decode(
     ValueError, TypeError
         As `decode`, and for an unknown device.
     """
-    call = _check.decode(q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, contents=False)
-    return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits)
+    call = _check.decode(
+        q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, split_size=split_size, contents=False
+    )
+    return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits, call.split_size)
 
 
 def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:

@@ -81,23 +81,33 @@ def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None
         kernel.launch(grid, block, params)
 
 
-def launch_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> _dispatch.Launch:
+def launch_of(
+    out_partial: Array, lse_partial: Array, out: Array, lse: Array | None, *, fixed: bool = False
+) -> _dispatch.Launch:
     """Return the launch of merge.cu on checked arrays of the current device, or their stand-ins.
 
     `lse` is contiguous or None. `lse_partial` may also hold softmax states, pairs (m, l) along a last axis of its own.
+    `fixed` is that of `config_of`.
     """
     ordinal = out_partial.device.id
-    config, params = config_of(out_partial, lse_partial, out), params_of(out_partial, lse_partial, out, lse)
+    config, params = (
+        config_of(out_partial, lse_partial, out, fixed=fixed),
+        params_of(out_partial, lse_partial, out, lse),
+    )
     kernel = _jit.kernel(config, ordinal, _arrays.device(ordinal).arch)
     rows = out.size // out.shape[-1]
     return _dispatch.Launch(kernel, (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1), params)
 
 
-def config_of(out_partial: Array, lse_partial: Array, out: Array) -> _plan.MergeConfig:
-    """Config of merge.cu for these arrays."""
+def config_of(out_partial: Array, lse_partial: Array, out: Array, *, fixed: bool = False) -> _plan.MergeConfig:
+    """Config of merge.cu for these arrays; the same for any number of parts if it is `fixed`.
+
+    With a fixed one, empty parts behind the others change no bit: a warp leaves them out of its sums.
+    """
     in_dtype, out_dtype = (_plan.Dtype(_arrays.dtype_name(x)) for x in (out_partial, out))
     parts = _plan.Parts.STATE if lse_partial.ndim == out_partial.ndim else _plan.Parts.LSE
-    return _plan.merge_config(in_dtype, out_dtype, out.shape[-1], parts, out_partial.shape[0])
+    num_parts = _plan.MAX_SPLITS if fixed else out_partial.shape[0]
+    return _plan.merge_config(in_dtype, out_dtype, out.shape[-1], parts, num_parts)
 
 
 def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> np.ndarray[Any, Any]:

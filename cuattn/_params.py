@@ -79,7 +79,7 @@ DECODE = _struct(
     softmax_scale_log2=_F32,
     softcap_log2=_F32,
     scale_over_softcap=_F32,
-    reserved=_I32,
+    split_size=_I32,
 )
 
 MERGE = _struct(

@@ -57,13 +57,15 @@ def segments(call: _check.DecodeCall, device: _plan.Device) -> tuple[Segment, ..
     """Return the launches of a call: the caches, then the first tokens, then the newest."""
     problem = call.problem
     num_sink, num_recent = (0 if pair is None else pair[0].shape[1] for pair in (call.sink, call.recent))
-    body = _plan.decode_plan(problem, device, call.num_splits)
+    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size)
     found = [Segment(body, call.k_cache, call.v_cache, call.page_table, first_key=num_sink, skip_last=num_recent)]
 
     def kept(pair: tuple[Array, Array], **limits: int) -> Segment:
         k, v = map(Cache.of_elements, pair)
         part = replace(problem, k_format=k.kv_format, v_format=v.kv_format, max_kv_len=k.page_size)
-        return Segment(_plan.decode_plan(part, device), k, v, **limits)
+        # Their number is the call's own, and so may be that of their splits, which are cut where they begin and end.
+        splits = None if call.split_size is None else _plan.ceil_div(k.page_size, call.split_size)
+        return Segment(_plan.decode_plan(part, device, splits), k, v, **limits)
 
     if call.sink is not None:
         found.append(kept(call.sink, end_key=num_sink))
@@ -75,7 +77,8 @@ def segments(call: _check.DecodeCall, device: _plan.Device) -> tuple[Segment, ..
 def partial_shape(found: tuple[Segment, ...]) -> tuple[int, ...] | None:
     """Shape of the float32 partial outputs of all launches; None if there is one part, which is the result."""
     num_parts = sum(s.plan.num_splits for s in found)
-    return None if num_parts == 1 else (num_parts, *found[0].plan.out_partial_shape[1:])
+    merges = num_parts > 1 or found[0].plan.merges
+    return (num_parts, *found[0].plan.out_partial_shape[1:]) if merges else None
 
 
 def launches(
@@ -89,8 +92,11 @@ def launches(
     kv_len: Array,
     sinks: Array | None,
 ) -> Iterator[tuple[_plan.DecodePlan, np.ndarray[Any, Any]]]:
-    """Yield plan and parameters of each launch; `lse` and the parts are contiguous, and sinks count in the first."""
-    first = 0
+    """Yield plan and parameters of each launch; `lse` and the parts are contiguous, and sinks count in the first.
+
+    Parts of the caches come last: how many they are must not move the others, for they are summed in their order.
+    """
+    first = sum(s.plan.num_splits for s in found[1:])
     for segment in found:
         of_segment = slice(first, first + segment.plan.num_splits)
         yield (
@@ -98,10 +104,10 @@ def launches(
             _params_of(
                 call, segment, out=out, lse=lse, parts=None if parts is None else parts[of_segment],
                 states=None if states is None else states[of_segment], kv_len=kv_len,
-                sinks=None if first else sinks,
+                sinks=sinks if segment is found[0] else None,
             ),
         )  # fmt: skip
-        first = of_segment.stop
+        first = 0 if segment is found[0] else of_segment.stop
 
 
 def _params_of(
@@ -125,6 +131,7 @@ def _params_of(
         "page_size": k.page_size,
         "capacity": call.problem.max_kv_len,
         "num_splits": segment.plan.num_splits,
+        "split_size": segment.plan.split_size,
         "first_key": segment.first_key,
         "last_keys": segment.last_keys,
         "end_key": segment.end_key,
@@ -226,7 +233,7 @@ class DecodeLaunches:
                 )
             ]
             if parts is not None:
-                all_launches.append(_merge.launch_of(parts, states, out, lse))
+                all_launches.append(_merge.launch_of(parts, states, out, lse, fixed=call.split_size is not None))
         parts_bytes, states_bytes = (0 if x is None else 4 * x.size for x in (parts, states))
         return cls(
             ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, parts_bytes,

@@ -268,6 +268,32 @@ class Problem(_Call):
         return options | self._kept()
 
 
+def _sequences(x: Any, rows: slice, capacity: int) -> Any:
+    """Return some sequences of a dense cache, with another capacity; its new tokens are NaN, in TBQ4 too."""
+    if isinstance(x, Tbq4Array):
+        return Tbq4Array(_sequences(x.codes, rows, capacity), _sequences(x.norms, rows, capacity), x.mean)
+    shape = (1, max(0, capacity - x.shape[1]), *x.shape[2:])
+    unused = np.full(shape, UNUSED_CODE if x.dtype == np.uint8 else np.nan).astype(x.dtype)
+    return np.concatenate((x[rows, :capacity], unused), axis=1)
+
+
+def only(problem: Problem, sequence: int, capacity: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arrays and options of decode for one sequence of a problem, where `capacity` tokens have a place."""
+    rows = slice(sequence, sequence + 1)
+    q, k_cache, v_cache, kv_len = problem.arrays()
+    options = problem.options()
+    for name in options.keys() & {"k_sink", "v_sink", "k_recent", "v_recent"}:
+        options[name] = options[name][rows]
+    if problem.page_size is None:
+        k_cache, v_cache = (_sequences(x, rows, capacity) for x in (k_cache, v_cache))
+    else:
+        pages = np.full((1, -(-capacity // problem.page_size)), UNUSED_ENTRIES[0], np.int32)
+        used = options["page_table"][rows, : -(-problem.kv_len[sequence] // problem.page_size)]
+        pages[:, : used.shape[1]] = used
+        options["page_table"] = pages
+    return (q[rows], k_cache, v_cache, kv_len[rows]), options
+
+
 def with_unused(cache: Any, code: int, norm: int) -> Any:
     """Return a cache of a `Problem` with other bytes, and bits of norms, where no token is; 16-bit ones as they are."""
     if not isinstance(cache, Tbq4Array):

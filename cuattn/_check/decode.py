@@ -40,7 +40,7 @@ class DecodeCall:
     sinks : array, shape (num_qo_heads,), float, or None
     window : tuple of int
         Left and right, -1 for unbounded; not yet narrowed by `causal`.
-    causal, softcap, softmax_scale, num_splits
+    causal, softcap, softmax_scale, num_splits, split_size
         As in `decode`; `softcap` 0 means none.
     one_token : bool
         Whether the caller's q has no axis of query tokens.
@@ -64,6 +64,7 @@ class DecodeCall:
     one_token: bool
     sink: tuple[Array, Array] | None = None
     recent: tuple[Array, Array] | None = None
+    split_size: int | None = None
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -97,6 +98,17 @@ def _queries(q: Array, keys: Cache, values: Cache, *, for_kernel: bool) -> None:
         integer("seqlen_q, the second axis of q,", q.shape[1], 1, _plan.MAX_SEQLEN_Q)
 
 
+def _split_size(split_size: object, num_splits: int | None) -> int:
+    size = integer("split_size", split_size, _plan.SPLIT_UNIT, _plan.MAX_KV_LEN)
+    if size % _plan.SPLIT_UNIT:
+        msg = f"split_size must be a multiple of {_plan.SPLIT_UNIT}, got {size}"
+        raise ValueError(msg)
+    if num_splits is not None:
+        msg = f"split_size must be None where num_splits is given, got {size} with num_splits {num_splits}"
+        raise ValueError(msg)
+    return size
+
+
 def decode(
     q: Array,
     k_cache: Array,
@@ -110,6 +122,7 @@ def decode(
     sinks: Array | None = None,
     softmax_scale: object = None,
     num_splits: object = None,
+    split_size: object = None,
     k_sink: Array | None = None,
     v_sink: Array | None = None,
     k_recent: Array | None = None,
@@ -157,6 +170,8 @@ def decode(
     scale, cap = scale_and_cap(softmax_scale, softcap, head_dim)
     if num_splits is not None:
         num_splits = integer("num_splits", num_splits, 1, _plan.MAX_SPLITS)
+    if split_size is not None:
+        split_size = _split_size(split_size, num_splits)
 
     def with_tokens(x: Array | None) -> Array | None:
         return x if x is None or x.ndim == 4 else x[:, None]  # noqa: PLR2004
@@ -177,4 +192,5 @@ def decode(
         one_token=q.ndim == 3,  # noqa: PLR2004
         sink=sink,
         recent=recent,
+        split_size=split_size,
     )

@@ -21,6 +21,7 @@ from cuattn._plan.base import (
     MAX_SEQLEN_Q,
     MAX_SPLITS,
     REGISTERS_PER_SM,
+    SPLIT_UNIT,
     WARP,
     align,
     ceil_div,
@@ -56,12 +57,12 @@ from cuattn._problem import DecodeProblem, PrefillProblem
 
 __all__ = [
     "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "PREFILL_DIMS",
-    "REGISTERS_PER_SM", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem", "DecodeTile",
-    "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan", "PrefillProblem",
-    "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align", "append_configs", "arch_of", "ceil_div",
-    "choose_prefill", "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan", "decode_tiles",
-    "formats_of", "heads_tiles", "merge_config", "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs",
-    "tiled_config_of", "tiled_prefill_config", "tiled_prefill_configs",
+    "REGISTERS_PER_SM", "SPLIT_UNIT", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem",
+    "DecodeTile", "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan",
+    "PrefillProblem", "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align", "append_configs", "arch_of",
+    "ceil_div", "choose_prefill", "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan",
+    "decode_tiles", "formats_of", "heads_tiles", "merge_config", "prefill_config", "prefill_configs", "prefill_plan",
+    "shipped_configs", "tiled_config_of", "tiled_prefill_config", "tiled_prefill_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig | TiledPrefillConfig

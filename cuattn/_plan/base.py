@@ -7,6 +7,8 @@ MAX_GROUP = 64
 MAX_SEQLEN_Q = 16
 # Bounds the workspace (num_splits float32 copies of the output); 512 splits fill any GPU from a single KV head.
 MAX_SPLITS = 512
+# Splits of a given size are multiples of this, which every tile of a warp divides.
+SPLIT_UNIT = 64
 # Key positions are int32 in the kernels, with room for position + window.
 MAX_KV_LEN = 2**30
 WARP = 32

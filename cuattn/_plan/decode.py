@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
-from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, REGISTERS_PER_SM, WARP, align, ceil_div
+from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, REGISTERS_PER_SM, SPLIT_UNIT, WARP, align, ceil_div
 from cuattn._plan.tiles import decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
@@ -237,6 +237,8 @@ class DecodePlan:
         Parts into which the keys of a sequence are cut; more than one needs `merge`.
     reason : str
         Why this number of splits.
+    split_size : int
+        Tokens of a split, at whose multiples sequences are cut; 0: into even parts.
     """
 
     problem: DecodeProblem
@@ -244,6 +246,12 @@ class DecodePlan:
     config: DecodeConfig
     num_splits: int
     reason: str
+    split_size: int = 0
+
+    @property
+    def merges(self) -> bool:
+        """Whether `merge` runs, as it does for one split of a given size, too: its rounding is part of the bits."""
+        return self.num_splits > 1 or self.split_size > 0
 
     @property
     def row_blocks(self) -> int:
@@ -269,8 +277,8 @@ class DecodePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of partial outputs and their states; 0 for one split."""
-        if self.num_splits == 1:
+        """Bytes of partial outputs and their states; 0 without a merge."""
+        if not self.merges:
             return 0
         p = self.problem
         return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 2) * 4
@@ -289,7 +297,7 @@ class DecodePlan:
             f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps, ",
             f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
             f"  splits     {self.num_splits}: {self.reason}",
-            f"  workspace  {self.workspace_bytes} bytes" + ("" if self.num_splits > 1 else ", no merge"),
+            f"  workspace  {self.workspace_bytes} bytes" + ("" if self.merges else ", no merge"),
             f"  traffic    {self.problem.kv_bytes / 1e6:.1f} MB of K and V, {self.problem.flops / 1e9:.2f} GFLOP{roof}",
         ]
         caches = f", K {p.k_format.value}, V {p.v_format.value}" if c.uses_tbq4 else ""
@@ -335,7 +343,9 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
 
 
 @lru_cache(maxsize=1024)
-def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None = None) -> DecodePlan:
+def decode_plan(
+    problem: DecodeProblem, device: Device, num_splits: int | None = None, split_size: int | None = None
+) -> DecodePlan:
     """Plan one decode call.
 
     Parameters
@@ -344,6 +354,8 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     device : Device
     num_splits : int, optional
         Default: `choose_splits`.
+    split_size : int, optional
+        Tokens of a split, instead.
 
     Returns
     -------
@@ -352,7 +364,7 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
     Raises
     ------
     ValueError
-        If the device has too little shared memory, or a grid cannot have so many splits.
+        If the device has too little shared memory, or a grid or `MAX_SPLITS` does not allow so many splits.
     """
     config = decode_config(problem, device)
     if config.smem_bytes > device.smem_per_block:
@@ -360,6 +372,16 @@ def decode_plan(problem: DecodeProblem, device: Device, num_splits: int | None =
             f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "
             f"{device.name} gives {device.smem_per_block}"
         )
+    if split_size is not None:
+        splits = max(1, ceil_div(problem.max_kv_len, split_size))
+        plan = DecodePlan(problem, device, config, splits, f"of {split_size} tokens, as asked for", split_size)
+        most = min(MAX_SPLITS, MAX_GRID_YZ // plan.row_blocks)
+        if splits > most:
+            raise ValueError(
+                f"split_size must be at least {align(ceil_div(problem.max_kv_len, most), SPLIT_UNIT)} for "
+                f"{problem.max_kv_len} tokens a sequence, of which there may be {most} splits, got {split_size}"
+            )
+        return plan
     if num_splits is not None:
         plan = DecodePlan(problem, device, config, num_splits, "asked for")
         if plan.grid[1] > MAX_GRID_YZ:

@@ -74,6 +74,13 @@ __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Wor
   // tiles: into splits of whole steps of all warps where there are many, that no warp is left with one step more than
   // the others; else of tiles. With few keys, splits have MIN_SPLIT and the last ones are empty.
   const int lo = w.first / cfg::TILE_KV * cfg::TILE_KV;
+  if (p.split_size > 0) {
+    // Cut where neither another sequence nor the capacity has a say.
+    const i64 cut = static_cast<i64>(w.split) * p.split_size;
+    w.begin = static_cast<int>(min(static_cast<i64>(hi), max(static_cast<i64>(lo), cut)));
+    w.end = static_cast<int>(min(static_cast<i64>(hi), max(static_cast<i64>(lo), cut + p.split_size)));
+    return;
+  }
   const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * p.num_splits;
   const int unit = many_steps ? cfg::KEYS_PER_STEP : cfg::TILE_KV;
   const int units = (hi - lo + unit - 1) / unit;

@@ -62,7 +62,7 @@ struct DecodeParams {
   float softmax_scale_log2;  // softmax_scale * log2(e)
   float softcap_log2;        // softcap * log2(e); 0: none
   float scale_over_softcap;  // softmax_scale / softcap
-  int reserved;
+  int split_size;            // tokens of a split, at whose multiples sequences are cut; 0: num_splits even ones
 };
 
 struct MergeParams {

@@ -239,6 +239,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "sinks": None,
                 "softmax_scale": None,
                 "num_splits": None,
+                "split_size": None,
                 "k_sink": None,
                 "v_sink": None,
                 "k_recent": None,
@@ -273,7 +274,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
         (
             cuattn.plan_decode,
             ["q", "k_cache", "v_cache", "kv_len"],
-            {"page_table": None, "num_splits": None, "device": None},
+            {"page_table": None, "num_splits": None, "split_size": None, "device": None},
         ),
         (
             cuattn.plan_prefill,
@@ -402,6 +403,23 @@ def test_a_plan_takes_the_number_of_splits_that_is_asked_for(num_splits: int) ->
     # A float32 output and its softmax state, two numbers, for every part.
     rows = 2 * problem.num_qo_heads
     assert plan.workspace_bytes == (0 if num_splits == 1 else 4 * num_splits * rows * (problem.head_dim + 2))
+
+
+@pytest.mark.parametrize(("split_size", "num_splits"), [(64, 5), (320, 1), (4096, 1)])
+def test_a_plan_takes_the_size_of_splits_that_is_asked_for(split_size: int, num_splits: int) -> None:
+    """One split is merged, too: the rounding of merge is part of what does not depend on the capacity."""
+    problem = Problem(kv_len=(5, 300), num_kv_heads=2, group=3)  # with 305 tokens of capacity
+    plan = cuattn.plan_decode(*problem.arrays(), split_size=split_size)
+    assert (plan.num_splits, plan.split_size) == (num_splits, split_size)
+    assert plan.workspace_bytes == 4 * num_splits * 2 * problem.num_qo_heads * (problem.head_dim + 2)
+    assert f"of {split_size} tokens" in str(plan)
+    assert "no merge" not in str(plan)
+
+
+def test_numpy_arrays_are_not_split() -> None:
+    problem = Problem(kv_len=(5, 300), num_kv_heads=2, group=3)
+    want = cuattn.decode(*problem.arrays())
+    assert np.array_equal(cuattn.decode(*problem.arrays(), split_size=64), want)
 
 
 def test_a_plan_does_not_depend_on_what_the_arrays_hold() -> None:

@@ -156,6 +156,12 @@ FORM = [
     Bad("num_splits is a float", {"num_splits": 1.5}, TypeError, ("num_splits", "1.5", "integer")),
     Bad("num_splits is a string", {"num_splits": "2"}, TypeError, ("num_splits", "'2'", "integer")),
     Bad("num_splits is a bool", {"num_splits": True}, EITHER, ("num_splits", "True")),
+    Bad("split_size is 0", {"split_size": 0}, ValueError, ("split_size", "0", "64 to")),
+    Bad("split_size is no multiple", {"split_size": 96}, ValueError, ("split_size", "96", "multiple of 64")),
+    Bad("split_size is huge", {"split_size": 2**31}, ValueError, ("split_size", str(2**31), str(2**30))),
+    Bad("split_size is a float", {"split_size": 64.0}, TypeError, ("split_size", "64.0", "integer")),
+    Bad("split_size is a bool", {"split_size": True}, EITHER, ("split_size", "True")),
+    Bad("both ways to split", {"split_size": 64, "num_splits": 2}, ValueError, ("split_size", "num_splits", "64", "2")),
     Bad("a keyword is unknown", {"scale": 1.0}, TypeError, ("scale",)),
 ]
 # The same of caches in TBQ4, whose head_dims are fewer.

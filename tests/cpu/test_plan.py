@@ -171,6 +171,14 @@ def test_more_splits_than_a_grid_has_blocks_are_refused():
         _plan.decode_plan(problem, DEVICES["sm_90a"], 512)
 
 
+def test_splits_too_small_for_a_sequence_are_refused():
+    problem = DecodeProblem(Dtype.FP16, *BOTH_RAW, 1, 1, 8, 1, 64, 100_000)
+    plan = _plan.decode_plan(problem, DEVICES["sm_90a"], split_size=256)
+    assert (plan.num_splits, plan.grid) == (391, (1, 391, 1))
+    with pytest.raises(ValueError, match=r"split_size must be at least 256 for 100000 tokens .* 512 splits, got 192"):
+        _plan.decode_plan(problem, DEVICES["sm_90a"], split_size=192)
+
+
 def test_an_unknown_gpu_is_planned_by_its_numbers():
     small = Device("some GPU", "sm_87", 8, 163 * 1024, 164 * 1024)
     plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, *BOTH_RAW, 1, 1, 8, 2, 128, 65536), small)

@@ -30,7 +30,7 @@ from gpu.helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, Problem
+from strategies import DTYPES, Problem, only
 from tolerance import assert_call, assert_decode, assert_rows, expected
 
 import cuattn
@@ -532,6 +532,37 @@ def test_nan_beside_a_window_is_not_seen(left: int, which: str, num_splits: int)
     assert_same_bits(call(arrays, options), want)
     cache[0, 499 - left] = np.nan
     assert np.isnan(call(arrays, options)[0][0]).all()
+
+
+@pytest.mark.parametrize("split_size", [64, 256, 4096])
+@pytest.mark.parametrize(
+    "kept", [{}, {"k_format": "tbq4", "v_format": "tbq4", "num_sink": 2, "num_recent": 5}], ids=str
+)
+@both_layouts
+def test_splits_of_a_given_size_make_the_bits_of_a_sequence_its_own(
+    problem: Problem, kept: dict[str, Any], split_size: int
+) -> None:
+    """Alone, with another capacity, and among others; one part or forty."""
+    problem = replace(problem, kv_len=(3, 0, 9000, 700), **kept)
+    out, lse = decode(problem, split_size=split_size)
+    assert_decode(problem, out, lse)
+    for sequence, kv_len in enumerate(problem.kv_len):
+        for capacity in (kv_len + 1, 20_000):
+            arrays, options = only(problem, sequence, capacity)
+            got = call(arrays, {**options, "split_size": split_size})
+            assert_same_bits(got, (out[sequence : sequence + 1], lse[sequence : sequence + 1]), (sequence, capacity))
+
+
+@pytest.mark.parametrize("problem", [PAGED, replace(PAGED, k_format="tbq4", num_sink=2, num_recent=3)], ids=["16", "4"])
+def test_a_form_that_was_met_before_takes_its_arrays_anew(problem: Problem) -> None:
+    """Other arrays of the same form, on two streams, and the first ones again."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for seed, stream in zip((11, 12, 13, 11), cycle(streams)):
+        other = replace(problem, seed=seed)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            got = decode(other, num_splits=2)
+        assert_decode(other, *got)
 
 
 def test_nan_in_a_query_is_seen_by_its_row_alone() -> None:

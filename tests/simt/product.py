@@ -44,7 +44,8 @@ def decode_arrays(
     lse : array, shape (batch, seqlen_q, num_qo_heads)
         Without `merge`: the parts in float32 with a leading axis of splits, and their states (m, l) for lse.
     """
-    call = _check.decode(*arrays, num_splits=num_splits, **options)
+    fixed = "split_size" in options
+    call = _check.decode(*arrays, num_splits=None if fixed else num_splits, **options)
     found = tuple(
         replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
         for s in _segments.segments(call, device)
@@ -69,13 +70,15 @@ def decode_arrays(
         return out, lse
     if not merge:
         return parts, states
-    merge_arrays(parts, states, out, lse, seed=seed)
+    merge_arrays(parts, states, out, lse, seed=seed, fixed=fixed)
     return out, lse
 
 
-def merge_arrays(parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse: np.ndarray, *, seed: int = 0) -> None:
+def merge_arrays(
+    parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse: np.ndarray, *, seed: int = 0, fixed: bool = False
+) -> None:
     """Run merge.cu on NumPy arrays."""
-    config = _merge.config_of(parts, lse_parts, out)
+    config = _merge.config_of(parts, lse_parts, out, fixed=fixed)
     if config.parts is _plan.Parts.LSE:
         _check.merge(parts, lse_parts, out)
     rows = out.size // out.shape[-1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simt import product
 from simt.numpy_gpu import GpuArray, download, gpu, on_gpu
 from strategies import AppendProblem, Problem
 from tolerance import assert_append, assert_decode, assert_merge
@@ -67,6 +68,14 @@ def test_a_form_is_checked_once_and_runs_on_other_arrays(gpu, checks, problem, n
     assert len(gpu) == 3 * num_launches
 
 
+def test_splits_of_a_given_size_give_the_bits_of_the_harness_by_itself():
+    problem = replace(SPLIT, num_sink=2, num_recent=5, window=None)
+    got = _decoded(problem, split_size=128)
+    want = product.decode_arrays(*problem.arrays(), **problem.options(), split_size=128)
+    for a, b in zip(got, want, strict=True):
+        assert a.tobytes() == b[:, 0].tobytes()
+
+
 def test_results_land_in_out_whatever_its_strides(checks):
     for seed in range(2):
         problem = replace(PLAIN, seed=seed)
@@ -96,7 +105,7 @@ def test_another_form_is_checked(checks):
     }
     options = (
         {"causal": False}, {"window": (5, None)}, {"window": (5, 3)}, {"softcap": 3.0}, {"softcap": 2.0},
-        {"softmax_scale": 0.5}, {"num_splits": 2}, {"return_lse": True},
+        {"softmax_scale": 0.5}, {"num_splits": 2}, {"split_size": 64}, {"split_size": 128}, {"return_lse": True},
     )  # fmt: skip
     given = {"q": q, "k": k, "v": v, "kv_len": kv_len}
     for changed, more in [*((x, {}) for x in arrays.values()), *(({}, x) for x in options)]:

@@ -11,12 +11,14 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from . import _arrays, _jit
+from . import _arrays, _jit, _tiled
 from ._arrays import Array
 from ._quantize import Tbq4Array
 
@@ -26,6 +28,8 @@ _ALIGNMENT = 64
 _OFFSET_BITS = 48
 # Forms of calls that are kept, after which all are forgotten: a form is a few kilobytes.
 _MAX_FORMS = 1024
+# Of an array of a form, whose tensor maps are at hand.
+_MAX_ADDRESSES = 64
 
 T = TypeVar("T")
 
@@ -67,6 +71,11 @@ def taken(names: Sequence[str], given: Sequence[Any]) -> list[Array | None] | No
         else:
             found.append(None if x is None else _arrays.as_array(name, x))
     return found
+
+
+def on_host(lengths: object) -> bool:
+    """Whether lengths were given that lie on the host."""
+    return lengths is not None and _lengths_on_gpu(lengths) is None
 
 
 def _lengths_on_gpu(kv_len: object) -> Array | None:
@@ -170,13 +179,13 @@ class StandIn:
     device.id : int
     """
 
-    __slots__ = ("data", "device", "dtype", "ndim", "shape", "size", "strides")
+    __slots__ = ("data", "device", "dtype", "itemsize", "ndim", "shape", "size", "strides")
 
     def __init__(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], ptr: int, ordinal: int
     ) -> None:
         self.shape, self.strides, self.dtype = shape, strides, dtype
-        self.ndim, self.size = len(shape), math.prod(shape)
+        self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.data, self.device = _Place(ptr), _DeviceId(ordinal)
 
     def __getitem__(self, part: slice) -> StandIn:
@@ -219,6 +228,10 @@ class StandIns:
         strides = tuple(math.prod(sizes[i:]) * np.dtype(dtype).itemsize for i in range(len(shape)))
         return self._add(name, shape, strides, dtype, 0)
 
+    def name_of(self, address: int) -> str:
+        """Return the name of the array in which an address lies."""
+        return self._names[self.source(address)[0] - 1]
+
     def source(self, address: int) -> tuple[int, int]:
         """Return the number of the stand-in in which an address lies, 0 for null, and how far behind its begin."""
         number = address >> _OFFSET_BITS
@@ -226,12 +239,16 @@ class StandIns:
 
 
 class Launch(NamedTuple):
-    """One launch, whose parameters have the addresses of stand-ins."""
+    """One launch, whose parameters have the addresses of stand-ins.
+
+    `tensor_maps` are of arrays `x` whose maps are the parameters ``x_map``.
+    """
 
     kernel: _jit.Kernel
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     params: np.ndarray[Any, Any]
+    tensor_maps: tuple[_tiled.TensorTiles, ...] = ()
 
 
 class _Patch(NamedTuple):
@@ -240,7 +257,7 @@ class _Patch(NamedTuple):
     pack: Callable[..., None]
     buffer: memoryview
     place: int
-    pick: Callable[[list[int]], tuple[int, ...]]
+    pick: Callable[[list[int]], Sequence[int]]
 
 
 def _pointer_runs(fields: np.dtype[Any], offset: int = 0) -> Iterator[tuple[int, int]]:
@@ -260,6 +277,20 @@ def _pointers(fields: np.dtype[Any], offset: int) -> Iterator[int]:
             yield from _pointers(dtype, offset + place)
         elif dtype == np.uint64:
             yield offset + place
+
+
+def _writer_of(tiles: _tiled.TensorTiles) -> Callable[..., None]:
+    """Return what writes the tensor map of such tiles of an array at another address."""
+
+    @lru_cache(_MAX_ADDRESSES)
+    def map_at(pointer: int) -> bytes:
+        return _tiled.tensor_map(replace(tiles, pointer=pointer)).tobytes()
+
+    def write(buffer: memoryview, place: int, pointer: int) -> None:
+        tensor_map = map_at(pointer)
+        buffer[place : place + len(tensor_map)] = tensor_map
+
+    return write
 
 
 class Launches:
@@ -284,6 +315,10 @@ class Launches:
                 pointers = struct.Struct(f"{count}Q")
                 indices = [self._index(stand_ins, address) for address in pointers.unpack_from(buffer, place)]
                 patches.append(_Patch(pointers.pack_into, buffer, place, itemgetter(*indices)))
+            for tiles in launch.tensor_maps:
+                place = (params.dtype.fields or {})[f"{stand_ins.name_of(tiles.pointer)}_map"][1]
+                index = self._index(stand_ins, tiles.pointer)
+                patches.append(_Patch(_writer_of(tiles), buffer, place, itemgetter(slice(index, index + 1))))
             self._bound.append((threading.Lock(), patches, launch.kernel.bind(launch.grid, launch.block, params)))
 
     def _index(self, stand_ins: StandIns, address: int) -> int:

@@ -77,8 +77,8 @@ def merge(out_partial: Array, lse_partial: Array, *, out: Array | None = None) -
 def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> None:
     """Launch merge.cu on checked CuPy arrays of the current device; see `launch_of`."""
     if out.size:
-        kernel, grid, block, params = launch_of(out_partial, lse_partial, out, lse)
-        kernel.launch(grid, block, params)
+        launch = launch_of(out_partial, lse_partial, out, lse)
+        launch.kernel.launch(launch.grid, launch.block, launch.params)
 
 
 def launch_of(

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _check, _jit, _merge, _plan, _prefill_params, _tiled, reference
+from . import _arrays, _check, _dispatch, _plan, _prefill_launches, reference
 from ._arrays import Array
 from ._cache import Cache, Planes
 from ._quantize import Tbq4Array
+
+_FORMS: _dispatch.Forms[_prefill_launches.PrefillLaunches] = _dispatch.Forms()
 
 
 def prefill(
@@ -121,6 +123,9 @@ def prefill(
     into splits. A workspace of ``plan_prefill(...).workspace_bytes`` comes from CuPy's pool: results of splits, or a
     counter. The same call gives the same bits every time.
 
+    What follows from the form of a call (shapes, strides, dtypes, devices, options) is checked, planned and kept once,
+    unless lengths are on the host, which are checked with all else at every call.
+
     A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), lengths are
     contiguous and on the GPU, a `mean` is contiguous, `sinks` are contiguous float32, and the graph's memory stays its
     own: results are kept alive, and a workspace comes from a `cupy.cuda.MemoryPool` that is used for the capture only
@@ -147,16 +152,31 @@ def prefill(
     >>> out = cuattn.prefill(q, k, v, causal=True, cu_seqlens_q=[0, 900, 1024])
     >>> out = cuattn.prefill(chunk, k_cache, v_cache, causal=True, kv_len=kv_len, page_table=pages)
     """
-    call = _check.prefill(
-        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table, out=out,
-    )  # fmt: skip
-    with_lse = _check.flag("return_lse", return_lse)
-    result, lse = (_on_gpu if _arrays.is_gpu(call.q) else _on_cpu)(call, with_lse=with_lse)
-    if call.ragged:
-        result, lse = result[0], None if lse is None else lse[0]
+    given = [  # in the order of _prefill_launches.ARRAYS
+        q, *_dispatch.parts(k), *_dispatch.parts(v), cu_seqlens_q, cu_seqlens_k, kv_len, page_table, sinks, out,
+    ]  # fmt: skip
+    arrays, form, launches = given, None, None
+    # Lengths on the host are checked against each other and the arrays, with all else.
+    if not any(map(_dispatch.on_host, (cu_seqlens_q, cu_seqlens_k, kv_len))):
+        options = (causal, window, softcap, softmax_scale, return_lse)
+        arrays, form, launches = _FORMS.look_up(_prefill_launches.ARRAYS, given, options)
+    if launches is None:
+        call = _check.prefill(
+            q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_len=kv_len, page_table=page_table, out=out,
+        )  # fmt: skip
+        with_lse = _check.flag("return_lse", return_lse)
+        if not _arrays.is_gpu(call.q):
+            result, lse = _on_cpu(call, with_lse=with_lse)
+            if call.ragged:
+                result, lse = result[0], None if lse is None else lse[0]
+            result = _arrays.given(out, result)
+            return (result, lse) if with_lse else result
+        launches = _FORMS.put(form, _prefill_launches.PrefillLaunches.of(call, with_lse=with_lse))
+        arrays = _prefill_launches.arrays_of(call)
+    result, lse = launches.run(arrays)
     result = _arrays.given(out, result)
-    return (result, lse) if with_lse else result
+    return (result, lse) if launches.with_lse else result
 
 
 def plan_prefill(
@@ -223,44 +243,3 @@ def _on_cpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array |
     with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
         out[...] = result.astype(out.dtype)
     return out, lse.astype(np.float32).reshape(out.shape[:-1]) if with_lse else None
-
-
-def _on_gpu(call: _check.PrefillCall, *, with_lse: bool) -> tuple[Array, Array | None]:
-    cupy = _arrays.import_cupy()
-    ordinal = call.q.device.id
-    with cupy.cuda.Device(ordinal):
-        out = cupy.empty(call.out_shape, call.q.dtype) if call.out is None else call.out
-        lse = cupy.empty(out.shape[:-1], cupy.float32) if with_lse else None
-        if out.size == 0:
-            return out, lse
-        device = _arrays.device(ordinal)
-        plan = _plan.choose_prefill(call.problem, device, call.beyond_tiles)
-
-        def contiguous(x: Array | None) -> Array | None:
-            return None if x is None else cupy.ascontiguousarray(cupy.asarray(x))
-
-        # Names keep copies alive until the kernel is on its stream, after which their memory is reused in order.
-        kv_len = None if call.kv_len is None else cupy.asarray(call.kv_len)
-        begins_q = contiguous(call.cu_seqlens_q)
-        begins_k = begins_q if call.cu_seqlens_k is call.cu_seqlens_q else contiguous(call.cu_seqlens_k)
-        sinks = None if call.sinks is None else cupy.ascontiguousarray(call.sinks, dtype=cupy.float32)
-        if isinstance(plan, _plan.TiledPrefillPlan):
-            claimed = cupy.zeros(1, cupy.int32) if plan.counts_items else None
-            tiled = _prefill_params.tiled_params_of(
-                call, plan, out=out, lse=lse, items_claimed=claimed, kv_len=kv_len, cu_seqlens_q=begins_q,
-                cu_seqlens_k=begins_k, sinks=sinks, encode=_tiled.tensor_map,
-            )  # fmt: skip
-            _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, tiled)
-            return out, lse
-        parts = states = None
-        if plan.num_splits > 1:
-            parts = cupy.empty(plan.out_partial_shape, cupy.float32)
-            states = cupy.empty((*parts.shape[:-1], 2), cupy.float32)
-        params = _prefill_params.params_of(
-            call, plan, out=out, lse=lse, parts=parts, states=states, kv_len=kv_len, cu_seqlens_q=begins_q,
-            cu_seqlens_k=begins_k, sinks=sinks,
-        )  # fmt: skip
-        _jit.kernel(plan.config, ordinal, device.arch).launch(plan.grid, plan.block, params)
-        if parts is not None:
-            _merge.launch(parts, states, out, lse)
-    return out, lse

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from simt import product
 
-from cuattn import Tbq4Array, _arrays, _jit, _plan
+from cuattn import Tbq4Array, _arrays, _jit, _plan, _tiled
 
 # Bytes of arrays and of memory that nobody has written.
 _POISON = 0xFF
 _BOUNDARY = 512
+# So few SMs that CTAs take several tiles.
+GPU = replace(product.H200, num_sms=2)
 
 
 def _on_a_boundary(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None) -> np.ndarray:
@@ -122,12 +125,13 @@ def download(target: Any, source: Any) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[_plan.Config, int]]]:
-    """Two H200 in CuPy's hands, and the list of the kernels that are launched, with the device of each."""
+    """Two GPUs in CuPy's hands, and the list of the kernels that are launched, with the device of each."""
     log: list[tuple[_plan.Config, int]] = []
     kernels: dict[tuple[_plan.Config, int], _Kernel] = {}
     cupy = ModuleType("cupy")
     cupy.ndarray, cupy.cuda, cupy.float32, cupy.int32 = GpuArray, _Cuda, np.float32, np.int32
     cupy.empty = GpuArray
+    cupy.zeros = lambda shape, dtype: on_gpu(np.zeros(shape, dtype), _Cuda.current)
     cupy.asarray = lambda x: x if isinstance(x, GpuArray) else on_gpu(np.array(x), _Cuda.current)
 
     def ascontiguousarray(x: GpuArray, dtype: Any = None) -> GpuArray:
@@ -136,7 +140,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[_plan.Config, in
 
     cupy.ascontiguousarray = ascontiguousarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(_arrays, "device", lambda _: product.H200)
+    monkeypatch.setattr(_arrays, "device", lambda _: GPU)
+    monkeypatch.setattr(_tiled, "tensor_map", product.tensor_map)
     monkeypatch.setattr(
         _jit, "kernel", lambda config, ordinal, _: kernels.setdefault((config, ordinal), _Kernel(config, ordinal, log))
     )

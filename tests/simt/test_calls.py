@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from simt import product
 from simt.numpy_gpu import GpuArray, download, gpu, on_gpu
-from strategies import AppendProblem, Problem
-from tolerance import assert_append, assert_decode, assert_merge
+from strategies import AppendProblem, PrefillProblem, Problem
+from tolerance import assert_append, assert_decode, assert_merge, assert_prefill
 
 import cuattn
-from cuattn import _append, _check, _decode, _dispatch, _segments
+from cuattn import _append, _check, _decode, _dispatch, _prefill, _prefill_launches, _segments
 
 __all__ = ["gpu"]  # the fixture
 
@@ -30,13 +30,14 @@ def _no_forms(monkeypatch):
     """Nothing was called before."""
     monkeypatch.setattr(_decode, "_FORMS", _dispatch.Forms())
     monkeypatch.setattr(_append, "_FORMS", _dispatch.Forms())
+    monkeypatch.setattr(_prefill, "_FORMS", _dispatch.Forms())
 
 
 @pytest.fixture
 def checks(monkeypatch):
     """Names of the functions that are checked, in their order."""
     seen = []
-    for name in ("decode", "append"):
+    for name in ("decode", "append", "prefill"):
         check = getattr(_check, name)
 
         def logged(*args, _check=check, _name=name, **options):
@@ -240,6 +241,71 @@ def test_append_refuses_one_array_for_two_outputs_also_after_a_good_call():
         cuattn.append(*given[:2], given[2], given[2], given[4], **options)
 
 
+PROMPTS = PrefillProblem(
+    seqlens=((150, 150), (170, 200), (130, 131)), num_kv_heads=2, group=2, head_dim=128, kv_layout="paged",
+    page_size=64, causal=True, sinks=True,
+)  # fmt: skip
+# By kernel: wgmma with tiles that are counted; mma; mma with parts of the keys; wgmma on codes.
+PREFILLS = {
+    "prefill_sm90": PROMPTS,
+    "prefill_mma": replace(PROMPTS, page_size=16),
+    "splits": replace(PROMPTS, seqlens=((40, 2500),), q_layout="dense", group=1, page_size=16),
+    "codes": replace(PROMPTS, k_format="tbq4", v_format="tbq4", sinks=False),
+}
+
+
+def _prefilled(problem: PrefillProblem, *, on_host: bool = False, ordinal: int = 0) -> None:
+    lengths = {"kv_len", "cu_seqlens_q", "cu_seqlens_k"} if on_host else set()
+    options = {name: x if name in lengths else on_gpu(x, ordinal) for name, x in problem.options().items()}
+    out, lse = cuattn.prefill(*(on_gpu(x, ordinal) for x in problem.arrays()), **options, return_lse=True)
+    assert_prefill(problem, out.host, lse.host)
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_a_form_of_prefill_is_checked_once_and_runs_on_other_arrays(gpu, checks, name):
+    """Tensor maps are those of the arrays of the call."""
+    for seed in range(2):
+        _prefilled(replace(PREFILLS[name], seed=seed))
+    assert checks == ["prefill"]
+    kernels = [config.kernel for config, _ in gpu]
+    assert kernels == 2 * {"splits": ["prefill_mma", "merge"], "codes": ["prefill_sm90"]}.get(name, [name])
+
+
+def test_prefill_with_lengths_on_the_host_is_checked_at_every_call(checks):
+    for _ in range(2):
+        _prefilled(PREFILLS["prefill_mma"], on_host=True)
+    assert len(checks) == 2
+    _prefilled(PREFILLS["prefill_mma"])
+    assert len(checks) == 3
+
+
+def test_prefill_runs_on_the_device_of_its_arrays(gpu):
+    _prefilled(PREFILLS["prefill_sm90"], ordinal=1)
+    assert [ordinal for _, ordinal in gpu] == [1]
+
+
+def test_ragged_results_land_in_out(checks):
+    problem = replace(PREFILLS["prefill_mma"], kv_layout="ragged")
+    q, k, v = problem.arrays()
+    options = {name: on_gpu(x) for name, x in problem.options().items()}
+    base = GpuArray((*q.shape[:-1], 2 * q.shape[-1]), q.dtype).host
+    for _ in range(2):
+        base[...] = np.nan
+        view = GpuArray(base[..., : q.shape[-1]])
+        assert cuattn.prefill(*map(on_gpu, (q, k, v)), **options, out=view) is view
+        assert_prefill(problem, view.host)
+        assert np.isnan(base[..., q.shape[-1] :]).all()
+    assert len(checks) == 1
+
+
+def test_a_prefill_without_a_query_launches_nothing(gpu):
+    q, k = np.zeros((2, 0, 4, 64), np.float16), np.zeros((2, 5, 2, 64), np.float16)
+    for _ in range(2):
+        out, lse = cuattn.prefill(*map(on_gpu, (q, k, k)), return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert not gpu
+
+
 def test_the_number_of_forms_is_bounded(monkeypatch):
     monkeypatch.setattr(_dispatch, "_MAX_FORMS", 3)
     forms = _dispatch.Forms()
@@ -258,4 +324,5 @@ def test_the_number_of_forms_is_bounded(monkeypatch):
 def test_names_of_arrays_and_parameters_agree():
     """A launch takes the address of an array from the place of its name."""
     assert _segments.ARRAYS[-4:] == ("out", "lse", "parts", "states")
+    assert _prefill_launches.ARRAYS[-5:] == ("out", "lse", "parts", "states", "items_claimed")
     assert len(set(_append._ARRAYS)) == 16

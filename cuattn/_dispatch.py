@@ -59,23 +59,29 @@ def taken(names: Sequence[str], given: Sequence[Any]) -> list[Array | None] | No
     Returns
     -------
     list of array or None, or None
-        Lengths that are not on a GPU become None: they are checked at every call. None in all if a cache is neither an
-        array nor a `Tbq4Array`, which the checks take apart.
+        Lengths that are not on a GPU become None: they are checked at every call. None in all if an argument is no
+        array, of which the checks say more, or a cache neither that nor a `Tbq4Array`, which they take apart.
     """
     found: list[Array | None] = []
-    for name, x in zip(names, given, strict=False):
-        if hasattr(x, "codes"):
-            return None
-        if name == "kv_len":
-            found.append(_lengths_on_gpu(x))
-        else:
-            found.append(None if x is None else _arrays.as_array(name, x))
+    try:
+        for name, x in zip(names, given, strict=False):
+            if hasattr(x, "codes"):
+                return None
+            if name == "kv_len":
+                found.append(_lengths_on_gpu(x))
+            else:
+                found.append(None if x is None else _arrays.as_array(name, x))
+    except TypeError:
+        return None
     return found
 
 
 def on_host(lengths: object) -> bool:
-    """Whether lengths were given that lie on the host."""
-    return lengths is not None and _lengths_on_gpu(lengths) is None
+    """Whether lengths were given that lie on the host, or none of which the checks would take."""
+    try:
+        return lengths is not None and _lengths_on_gpu(lengths) is None
+    except TypeError:
+        return True
 
 
 def _lengths_on_gpu(kv_len: object) -> Array | None:

@@ -126,7 +126,9 @@ def without_gpu(options: argparse.Namespace) -> list[str]:
         return [compare.report(*map(_records.load, options.files))]
     if options.command == "plot":
         return plot.write(options.results, options.out)
-    return list(map(str, readme.write(timing.ROOT, options.results)))
+    shown = readme.write(timing.ROOT / "README.md", options.results)
+    readme.write_rivals(timing.ROOT / "bench" / "README.md", options.results)
+    return list(map(str, shown))
 
 
 def sweep_cases(options: argparse.Namespace) -> list[DecodeCase]:

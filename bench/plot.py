@@ -58,7 +58,9 @@ def _matplotlib() -> Iterator[Any]:
 
 
 def _contexts(axis: Any, values: list[int]) -> None:  # noqa: ANN401  matplotlib has no types here
-    """Label a logarithmic axis with numbers of tokens."""
+    """Label a logarithmic axis with numbers of tokens, if there are any."""
+    if not values:
+        return
     axis.set_xscale("log", base=2)
     ticks = [2**power for power in range(min(values).bit_length() - 1, max(values).bit_length())]
     axis.set_xticks(ticks, [f"{value // 1024}k" for value in ticks])

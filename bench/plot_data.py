@@ -37,7 +37,7 @@ class Picture:
     name : str
         Of its files.
     data : dict
-        What is drawn, ready for JSON; three decimals more than an eye sees.
+        What is drawn, ready for JSON.
     records : list of Record
         Where it comes from.
     missing : list of str
@@ -71,9 +71,9 @@ class Picture:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _rounded(number: float) -> float:
+def _rounded(number: float, digits: int = 4) -> float:
     """Round to what the eye cannot tell apart; sums in another order then give the same."""
-    return float(f"{number:.4g}")
+    return float(f"{number:.{digits}g}")
 
 
 def load(folder: Path) -> dict[str, Record]:
@@ -172,7 +172,8 @@ def prefill(records: dict[str, Record]) -> Picture:
                 "mask": mask, "head_dim": head_dim, "heads": "/".join(map(str, heads)), "series": series,
                 "roof": _rounded(max(roofs)) if roofs else None,
             })  # fmt: skip
-    picture.data = {"panels": panels}
+    if any(panel["series"] for panel in panels):
+        picture.data = {"panels": panels}
     return picture
 
 
@@ -212,7 +213,8 @@ def error() -> Picture:
     """Error of each KV format against bits a value, on the queries, keys and values that ship with cuattn."""
     found = kv_error.errors()
     data = {
-        name: [[layer, _rounded(bits), _rounded(value)] for layer, bits, value in line] for name, line in found.items()
+        name: [[layer, _rounded(bits), _rounded(value, 3)] for layer, bits, value in line]
+        for name, line in found.items()
     }
     return Picture("error", {"queries": kv_error.QUERIES, "formats": data})
 

@@ -310,8 +310,8 @@ def test_without_records_only_the_error_is_drawn(tmp_path):
     ]  # fmt: skip
 
 
-def test_formats_with_more_bits_err_less_and_those_of_tbq4_as_its_page_says(pictures):
-    errors = pictures["error"].data["formats"]
+def test_formats_with_more_bits_err_less_and_those_of_tbq4_as_its_page_says():
+    errors = kv_error.errors()
 
     text = (timing.ROOT / "docs" / "tbq4.md").read_text()
     for name, heading in (

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from cuattn._records import Record, Row
 
-# Topics with decode, in the order in which a format is looked for: one run that has all formats comes first.
-DECODE_TOPICS = ("tbq4", "fp8", "decode")
 WIDE = ("bf16", "fp16")
 FORMATS = {"wide": WIDE, "fp8": ("fp8",), "tbq4": ("tbq4",)}
 PEERS = ("fa3", "cudnn", "fa2")
@@ -78,7 +76,7 @@ def _rounded(number: float, digits: int = 4) -> float:
 
 def load(folder: Path) -> dict[str, Record]:
     """Return the newest record of each topic that pictures need and the folder has, all of the first one's GPU."""
-    paths = {topic: _records.newest(folder, topic) for topic in (*DECODE_TOPICS, "prefill")}
+    paths = {topic: _records.newest(folder, topic) for topic in (*_records.DECODE_TOPICS, "prefill")}
     records = {topic: _records.load(path) for topic, path in paths.items() if path is not None}
     gpu = next((record.env["gpu"] for record in records.values()), "")
     return {topic: record for topic, record in records.items() if record.env["gpu"] == gpu}
@@ -124,7 +122,7 @@ def decode(records: dict[str, Record]) -> Picture:
     for name, impl, formats in (("separate", "separate", FORMATS["tbq4"]), *(
         (name, "cuattn", formats) for name, formats in FORMATS.items()
     )):  # fmt: skip
-        found = _first(records, DECODE_TOPICS, partial(_is_curve, impl=impl, formats=formats))
+        found = _first(records, _records.DECODE_TOPICS, partial(_is_curve, impl=impl, formats=formats))
         if found is None:
             picture.missing.append(name)
             continue
@@ -186,7 +184,7 @@ def roofline(records: dict[str, Record]) -> Picture:
     """FLOPs a byte against TFLOP/s of decode and prefill of each format, below what was read and multiplied at best."""
     picture = Picture("roofline")
     series: dict[str, Any] = {}
-    for op, topics in (("decode", DECODE_TOPICS), ("prefill", ("prefill",))):
+    for op, topics in (("decode", _records.DECODE_TOPICS), ("prefill", ("prefill",))):
         for name, formats in FORMATS.items():
             found = _first(
                 records, topics,

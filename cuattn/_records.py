@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 Row: TypeAlias = dict[str, Any]
 FOLDER = Path(__file__).resolve().parent.parent / "bench" / "results"
 """Where a checkout has its records; the folder is missing beside an installed package."""
+DECODE_TOPICS = ("tbq4", "fp8", "decode")
+"""Topics with decode, in the order in which a format is looked for: one run that has several formats comes first."""
 # What makes a row a measurement of a known problem; bench/record.py has all of a row.
 _ROW_KEYS = (
     "op", "impl", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask", "us",
@@ -90,8 +92,31 @@ def topic_of(path: Path) -> str | None:
     return None if match is None else match["topic"]
 
 
-def newest(folder: Path, topic: str) -> Path | None:
-    """Return the newest record of a topic, None if there is none; of one day the one with the highest number."""
+def same_gpu(a: str, b: str) -> bool:
+    """Whether two names are those of one GPU, with or without the maker's."""
+    first, second = (name.lower().removeprefix("nvidia").strip() for name in (a, b))
+    return first == second
+
+
+def newest(folder: Path, topic: str, gpu: str | None = None) -> Path | None:
+    """Return the newest record of a topic, None if there is none; of one day the one with the highest number.
+
+    Parameters
+    ----------
+    folder : Path
+    topic : str
+    gpu : str, optional
+        Only records of this one, for which they are read.
+    """
     found = [(match, path) for path in folder.glob("*.json") if (match := _NAME.fullmatch(path.name))]
     dated = [(match["date"], int(match["number"] or 1), path) for match, path in found if match["topic"] == topic]
-    return max(dated)[-1] if dated else None
+    for *_, path in sorted(dated, reverse=True):
+        if gpu is None or same_gpu(load(path).env["gpu"], gpu):
+            return path
+    return None
+
+
+def of_gpu(gpu: str, folder: Path = FOLDER) -> list[Record]:
+    """Return the newest records of decode of a GPU, in the order of `DECODE_TOPICS`."""
+    paths = (newest(folder, topic, gpu) for topic in DECODE_TOPICS)
+    return [load(path) for path in paths if path is not None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import kv_error, plot_data
+from .rows import PEERS
 from .timing import ROOT
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ _DECODE_NAMES = {
     "separate": ("dequantize,\nthen decode", _PINK, "D"), "wide": ("16 bits", _BLUE, "o"),
     "fp8": ("fp8", _GREEN, "s"), "tbq4": ("TBQ4", _RED, "^"),
 }  # fmt: skip
-_IMPLS = {
-    "cuattn": ("cuattn", _BLUE, "o"), "fa3": ("FlashAttention-3", _ORANGE, "s"), "cudnn": ("cuDNN", _GREEN, "^"),
-    "fa2": ("FlashAttention-2", _PINK, "D"),
-}  # fmt: skip
+_IMPLS = {"cuattn": (_BLUE, "o"), "fa3": (_ORANGE, "s"), "cudnn": (_GREEN, "^"), "fa2": (_PINK, "D")}
 
 
 @contextmanager
@@ -103,7 +101,8 @@ def _prefill(plt: Any, picture: Picture) -> Any:  # noqa: ANN401
         if panel["roof"]:
             axis.axhline(panel["roof"], color=_GRAY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for impl, points in panel["series"].items():
-            label, color, marker = _IMPLS[impl]
+            color, marker = _IMPLS[impl]
+            label = PEERS.get(impl, impl)
             x, y = zip(*points, strict=True)
             axis.plot(x, y, color=color, marker=marker, markersize=5, label=label, zorder=3 if impl == "cuattn" else 2)
         _contexts(axis, sorted({x for points in panel["series"].values() for x, _ in points}))

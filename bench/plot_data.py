@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _records
 
-from . import cases, kv_error, rows
+from . import cases, kv_error, prefill_cases, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 WIDE = ("bf16", "fp16")
 FORMATS = {"wide": WIDE, "fp8": ("fp8",), "tbq4": ("tbq4",)}
-PEERS = ("fa3", "cudnn", "fa2")
-# head_dim and query/KV heads of prompts: one of each head_dim, in which the records have all peers.
-PREFILL_SHAPES = ((64, 32, 32), (128, 32, 8), (256, 16, 16))
+# Query and KV heads of prompts by head_dim: one shape of each, in which the records have all peers.
+PREFILL_SHAPES = {head_dim: heads for *heads, head_dim, _ in prefill_cases.PROMPT_SHAPES}
 MASKS = ("causal", "full")
 
 
@@ -151,7 +150,7 @@ def prefill(records: dict[str, Record]) -> Picture:
     picture.uses(record)
     panels = []
     for mask in MASKS:
-        for head_dim, *heads in PREFILL_SHAPES:
+        for head_dim, heads in PREFILL_SHAPES.items():
             whole = [
                 row for row in record.rows
                 if (row["op"], row["dtype"], row["kv"], row["mask"]) == ("prefill", WIDE[0], WIDE[0], mask)
@@ -159,7 +158,7 @@ def prefill(records: dict[str, Record]) -> Picture:
                 and [row["q_heads"], row["kv_heads"]] == heads and not rows.is_paged(row)
             ]  # fmt: skip
             series = {}
-            for impl in ("cuattn", *PEERS):
+            for impl in ("cuattn", *rows.PEERS):
                 points = sorted((row["seqlen_q"], _rounded(rows.tflops(row))) for row in whole if row["impl"] == impl)
                 if points:
                     series[impl] = [list(point) for point in points]

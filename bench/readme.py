@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cuattn import _records
 
 from .compare import verdict
-from .rows import cases, decodes, is_paged, kept, terabytes, tflops, value_dim
+from .rows import PEERS, cases, decodes, is_paged, kept, terabytes, tflops, value_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,8 +39,6 @@ _DECODE_HEADER = (
     "| query/KV heads | head_dim | batch | keys | us | TB/s of K and V | of the read roof |",
     "|---|---|---|---|---|---|---|",
 )
-# In the order of the columns.
-_PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
 _DECODE_INTRO = (
     "Decode of one query token, {dtype}, merge included; the read roof is a kernel that reads the same bytes and does "
     "nothing else, in the same run."
@@ -145,12 +143,12 @@ def _prompts(rows: list[Row]) -> Iterator[str]:
     """Yield whole prompts, each beside its peers."""
     yield from _PROMPT_HEADER
     names = ("dtype", "q_heads", "kv_heads", "head_dim", "batch", "seqlen_q", "kv_len", "mask")
-    peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in _PEERS}
+    peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in PEERS}
     for row in rows:
         if row["impl"] != "cuattn" or row["seqlen_q"] != row["kv_len"]:
             continue
         dims = f"{row['head_dim']}" + ("" if value_dim(row) == row["head_dim"] else f"/{value_dim(row)}")
-        others = (peers.get((impl, *(row[name] for name in names))) for impl in _PEERS)
+        others = (peers.get((impl, *(row[name] for name in names))) for impl in PEERS)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
             f"| {row['batch']} x {row['seqlen_q']:,} | {_us(row)} | {_rate(row)} "
@@ -228,7 +226,7 @@ def rivals(rows: list[Row]) -> list[str]:
     lines = []
     ours = cases([row for row in rows if row["impl"] == "cuattn"])[0].values()
     for row in ours:
-        for impl, name in _PEERS.items():
+        for impl, name in PEERS.items():
             same = (other for other in rows if other["impl"] == impl)
             other = next((other for other in same if _problem(other) == _problem(row)), None)
             if other is not None and other["us"] < row["us"]:
@@ -247,7 +245,7 @@ def _problem(row: Row) -> tuple[Any, ...]:
 
 def rivals_block(record: Record) -> str:
     """Return what bench/README.md says of rivals, between its marks."""
-    peers = [row for row in record.rows if row["impl"] in _PEERS]
+    peers = [row for row in record.rows if row["impl"] in PEERS]
     ours = {_problem(row) for row in record.rows if row["impl"] == "cuattn"}
     compared = sum(_problem(row) in ours for row in peers)
     lines = rivals(record.rows)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from cuattn._records import Row
 
 PROBLEM = ("op", "impl", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask")
+PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
+"""Implementations beside ours, in the order of columns and legends."""
 # Parts of a note that belong to the problem, and those that tell trials of one problem apart.
 _OF_PROBLEM = re.compile(r"page \d+|value_dim \d+|with mean|.*kept in 16 bits")
 _OF_TRIAL = re.compile(r"splits \d+|(tile|table stride) .+")

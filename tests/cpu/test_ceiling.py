@@ -59,6 +59,14 @@ def test_the_figures_of_the_headline(capsys):
     assert cells["TBQ4, separate", "cache GB"] == "4.43"
 
 
+def test_the_command_of_readme_is_the_headline(capsys):
+    text = (_records.FOLDER.parents[1] / "README.md").read_text()
+    (command,) = re.findall(r"^python -m cuattn (ceiling .*)$", text, re.MULTILINE)
+    assert main(command.split()) == main(options()) == 0
+    once, again = capsys.readouterr().out.split("a step of ")[1:]
+    assert once == again
+
+
 def test_bytes_are_those_of_the_arrays():
     step = _ceiling.Step(
         layers=3, q_heads=8, kv_heads=2, head_dim=64, context=10, weights_gb=0.0, bandwidth=1.0, batch=5

@@ -33,7 +33,7 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "cuattn",  # otherwise ids are random, and every file is another one
 }  # fmt: skip
 _DECODE_NAMES = {
-    "separate": ("dequantize,\nthen decode", _PINK, "D"), "wide": ("16 bits", _BLUE, "o"),
+    "separate": ("dequantize,\nthen decode", _PINK, "D"), "16 bits": ("16 bits", _BLUE, "o"),
     "fp8": ("fp8", _GREEN, "s"), "tbq4": ("TBQ4", _RED, "^"),
 }  # fmt: skip
 _IMPLS = {"cuattn": (_BLUE, "o"), "fa3": (_ORANGE, "s"), "cudnn": (_GREEN, "^"), "fa2": (_PINK, "D")}
@@ -124,8 +124,8 @@ def _roofline(plt: Any, picture: Picture) -> Any:  # noqa: ANN401
     figure, axis = plt.subplots(figsize=(_WIDTH, 4.8))
     read, product = picture.data.get("read_tb_s"), picture.data.get("product_tflops")
     looks = {
-        "decode wide": ("decode, 16 bits", _BLUE, "o"), "decode fp8": ("decode, fp8", _GREEN, "o"),
-        "decode tbq4": ("decode, TBQ4", _RED, "o"), "prefill wide": ("prefill, 16 bits", _BLUE, "s"),
+        "decode 16 bits": ("decode, 16 bits", _BLUE, "o"), "decode fp8": ("decode, fp8", _GREEN, "o"),
+        "decode tbq4": ("decode, TBQ4", _RED, "o"), "prefill 16 bits": ("prefill, 16 bits", _BLUE, "s"),
         "prefill fp8": ("prefill, fp8", _GREEN, "s"), "prefill tbq4": ("prefill on a TBQ4 cache", _RED, "s"),
     }  # fmt: skip
     limits = (1, 100_000)

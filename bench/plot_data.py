@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cuattn._records import Record, Row
 
 WIDE = ("bf16", "fp16")
-FORMATS = {"wide": WIDE, "fp8": ("fp8",), "tbq4": ("tbq4",)}
+FORMATS = {"16 bits": WIDE, "fp8": ("fp8",), "tbq4": ("tbq4",)}
 # Query and KV heads of prompts by head_dim: one shape of each, in which the records have all peers.
 PREFILL_SHAPES = {head_dim: heads for *heads, head_dim, _ in prefill_cases.PROMPT_SHAPES}
 MASKS = ("causal", "full")

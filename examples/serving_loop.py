@@ -21,7 +21,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
         return step
     stream, pool = xp.cuda.Stream(non_blocking=True), xp.cuda.MemoryPool()
     xp.cuda.Device().synchronize()
-    # The workspace of a captured call belongs to the graph: it comes from a pool that lives as long.
+    # The workspace of a captured call is the graph's own: it comes from a pool that nothing else uses.
     with stream, xp.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
         step()
@@ -32,7 +32,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
         graph.launch(stream)
         stream.synchronize()
 
-    replay.pool = pool
+    replay.pool = pool  # lives as long as what replays the graph
     return replay
 
 
@@ -68,9 +68,8 @@ def main() -> None:
         for b in np.flatnonzero(positions % PAGE_SIZE == 0):  # its new token begins a page
             page_table[int(b), int(positions[b]) // PAGE_SIZE] = next(free)
         kv_len += 1
-        for array, values in ((q, queries[index]), *((new, x[np.arange(BATCH), positions])
-                              for new, x in ((k_new, k_all), (v_new, v_all)))):  # fmt: skip
-            array[...] = xp.asarray(values)
+        q[...] = xp.asarray(queries[index])
+        k_new[...], v_new[...] = (xp.asarray(x[np.arange(BATCH), positions]) for x in (k_all, v_all))
         run()
         expected = cuattn.decode(queries[index], k_all, v_all, positions + 1)  # NumPy arrays: the reference
         # Probabilities and results are rounded to float16, which has 11 bits.

@@ -244,8 +244,8 @@ def test_readme_shows_two_of_the_pictures_with_their_source(name, pictures):
 
 
 def test_a_digest_changes_with_what_is_shown_and_with_its_source():
-    picture = plot_data.Picture("decode", {"series": {"wide": [[8192, 10.0]]}})
-    other = plot_data.Picture("decode", {"series": {"wide": [[8192, 10.1]]}})
+    picture = plot_data.Picture("decode", {"series": {"16 bits": [[8192, 10.0]]}})
+    other = plot_data.Picture("decode", {"series": {"16 bits": [[8192, 10.1]]}})
     sourced = plot_data.Picture("decode", picture.data, [record()])
 
     assert len({picture.digest, other.digest, sourced.digest}) == 3
@@ -267,14 +267,14 @@ def test_decode_has_one_curve_a_format_and_names_what_is_missing(tmp_path):
     found, prefill, roofline, _ = plot_data.pictures(tmp_path)
 
     assert {name: line["points"] for name, line in found.data["series"].items()} == {
-        "separate": [[2048, 90.0]], "wide": [[1024, 20.0], [2048, 30.0]], "tbq4": [[1024, 6.0]]
+        "separate": [[2048, 90.0]], "16 bits": [[1024, 20.0], [2048, 30.0]], "tbq4": [[1024, 6.0]]
     }  # fmt: skip
     assert found.missing == ["fp8"]
     assert found.data["read_tb_s"] == 1000 * 1024 / 2 / 1e6
     assert found.source == "NVIDIA H200, 2026-01-02, commit 0123456, h200-2026-01-02-tbq4.json"
     assert prefill.is_empty
     assert "cuattn, head_dim 64, causal" in prefill.missing
-    assert roofline.missing == ["decode fp8", "prefill wide", "prefill fp8", "prefill tbq4", "cublas"]
+    assert roofline.missing == ["decode fp8", "prefill 16 bits", "prefill fp8", "prefill tbq4", "cublas"]
 
     save(tmp_path, "fp8", [line(4, 1024, kv="fp8")], gpu="NVIDIA H200")
     found, _, roofline, _ = plot_data.pictures(tmp_path)
@@ -301,7 +301,7 @@ def test_prefill_has_whole_prompts_of_one_dtype_beside_peers(tmp_path):
     assert panel["series"] == {"cuattn": [[8192, 10.0]], "fa3": [[8192, 20.0]]}
     assert panel["roof"] == 12.5
     assert roofline.data["product_tflops"] == 700.0
-    assert len(roofline.data["series"]["prefill wide"]) == 4
+    assert len(roofline.data["series"]["prefill 16 bits"]) == 4
 
 
 def test_without_records_only_the_error_is_drawn(tmp_path):

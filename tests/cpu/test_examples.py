@@ -2,8 +2,12 @@
 
 import runpy
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import cuattn
@@ -37,6 +41,60 @@ def test_an_example_runs_and_says_what_it_found(script, told, run, capsys):
     printed = capsys.readouterr().out
     for text in told:
         assert text in printed
+
+
+class Stream:
+    """A stream whose capture notes calls of `append` and `decode` without making them, as a real one does."""
+
+    def __init__(self, monkeypatch):
+        self.notes, self.launches = None, 0
+        for name in ("append", "decode"):
+            monkeypatch.setattr(cuattn, name, partial(self.call, getattr(cuattn, name)))
+
+    def call(self, function, *args, **options):
+        if self.notes is None:
+            return function(*args, **options)
+        self.notes.append(partial(function, *args, **options))
+        return None
+
+    def begin_capture(self):
+        self.notes = []
+
+    def end_capture(self):
+        notes, self.notes = self.notes, None
+
+        def launch(stream):
+            assert stream is self
+            self.launches += 1
+            for note in notes:
+                note()
+
+        return SimpleNamespace(launch=launch)
+
+    def synchronize(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_the_serving_loop_is_right_when_every_step_is_one_replay(run, monkeypatch, capsys):
+    stream = Stream(monkeypatch)
+    cuda = SimpleNamespace(
+        Stream=lambda **_: stream, Device=lambda: stream, using_allocator=nullcontext,
+        MemoryPool=lambda: SimpleNamespace(malloc=None),
+    )  # fmt: skip
+    xp = SimpleNamespace(zeros=np.zeros, array=np.array, asarray=np.asarray, cuda=cuda)
+    module = SimpleNamespace(xp=xp, WHERE="GPU", to_host=np.asarray)
+    monkeypatch.setitem(sys.modules, "array_module", module)
+
+    run("serving_loop")
+
+    assert "on the GPU: 12 steps" in capsys.readouterr().out
+    assert stream.launches == 12
 
 
 # The function of cuattn that gives something else than it should, by example.

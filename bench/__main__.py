@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cuattn
+from cuattn import _records
 
-from . import cases, prefill, readme, record, tbq4, timing
+from . import cases, compare, plot, prefill, readme, record, tbq4, timing
 from .run import Run, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .cases import DecodeCase, Tile
+
+
+_WITHOUT_GPU = ("readme", "plot", "compare")
 
 
 def topic(options: argparse.Namespace) -> str:
@@ -75,12 +79,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "command", nargs="?", default="decode",
-        choices=("decode", "tbq4", "prefill", "splits", "tiles", "first-use", "readme"),
+        choices=("decode", "tbq4", "prefill", "splits", "tiles", "first-use", "readme", "plot", "compare"),
         help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; prefill:"
         " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
         " tiles: decode with other tiles; first-use: the first call of this process, as JSON (decode runs it); readme:"
-        " write README's tables from the newest records of tbq4 and prefill, without GPU",
+        " write README's tables from the newest records, without GPU; plot: draw pictures from them, without GPU;"
+        " compare: say of each case of two records whether the second is the same, faster or slower, without GPU",
     )  # fmt: skip
+    parser.add_argument("files", nargs="*", type=Path, metavar="A.json B.json", help="for compare: before and after")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(cases.DTYPES))
     parser.add_argument(
         "--kv", default="raw16", choices=tuple(cases.FORMATS), help="for splits and tiles: caches, K/V if they differ"
@@ -90,7 +96,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--cases", default="", metavar="TEXT", help="only cases whose name holds it: decode-d128-b1-kv8192"
     )
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it runs, not to quote")
-    parser.add_argument("--out", type=Path, default=record.RESULTS, metavar="FOLDER", help="default: bench/results")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench/results, for plot docs/figures")
+    parser.add_argument(
+        "--results", type=Path, default=record.RESULTS, metavar="FOLDER",
+        help="of records for readme and plot; default: bench/results",
+    )  # fmt: skip
     parser.add_argument("--commit", metavar="HASH", help="of a tree without .git; ends in -dirty if it was changed")
     parser.add_argument("--splits", type=_splits, default=cases.DEFAULT_SPLITS, metavar="auto,8,...", help="for splits")
     parser.add_argument(
@@ -102,7 +112,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.tiles = cases.DEFAULT_TILES["raw16" if options.kv == "raw16" else "tbq4"]
     if options.kv != "raw16" and options.command not in ("splits", "tiles"):
         parser.error(f"--kv is for splits and tiles, not for {options.command}")
+    wanted = 2 if options.command == "compare" else 0
+    if len(options.files) != wanted:
+        parser.error(f"{options.command} takes {wanted or 'no'} files, got {len(options.files)}")
+    if options.out is None:
+        options.out = plot.FIGURES if options.command == "plot" else record.RESULTS
     return options
+
+
+def without_gpu(options: argparse.Namespace) -> list[str]:
+    """Do a command that reads records, and return what it says."""
+    if options.command == "compare":
+        return [compare.report(*map(_records.load, options.files))]
+    if options.command == "plot":
+        return plot.write(options.results, options.out)
+    shown = readme.write(timing.ROOT / "README.md", options.results)
+    readme.write_rivals(timing.ROOT / "bench" / "README.md", options.results)
+    return list(map(str, shown))
 
 
 def sweep_cases(options: argparse.Namespace) -> list[DecodeCase]:
@@ -118,10 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.command == "first-use":
         return first_use_child(options)
-    if options.command == "readme":
+    if options.command in _WITHOUT_GPU:
         try:
-            print(*readme.write(timing.ROOT / "README.md", options.out), sep="\n")
-        except (FileNotFoundError, ValueError) as error:
+            print(*without_gpu(options), sep="\n")
+        except (FileNotFoundError, ImportError, ValueError) as error:
             print(error, file=sys.stderr)
             return 1
         return 0

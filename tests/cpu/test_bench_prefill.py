@@ -375,8 +375,8 @@ def test_readme_has_prompts_beside_peers_and_formats_side_by_side(tmp_path):
         "| 4/2 | 128 | 8 | 96 | 12 | 83 |  |  |  |  |  |",
     ):
         assert line in lines
-    source = "NVIDIA H200, PyTorch 2.11.0, cuDNN 9.19.0, 2026-01-02, commit 0123456, `bench/results/"
-    assert f"{source}{path.name}`; written by `python -m bench readme`." in lines
+    source = f"NVIDIA H200, 2026-01-02, commit 0123456, `bench/results/{path.name}`"
+    assert f"{source}; peers: PyTorch 2.11.0, cuDNN 9.19.0; written by `python -m bench readme`." in lines
     tables = [line for line in lines if line.startswith("|")]
     assert {line.count("|") for line in tables} == {12}
 

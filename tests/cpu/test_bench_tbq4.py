@@ -10,7 +10,7 @@ import pytest
 
 import cuattn
 from bench import __main__ as command
-from bench import cases, codec, inputs, readme, record, roofline, run, tbq4, timing
+from bench import cases, codec, inputs, readme, roofline, run, tbq4, timing
 from cuattn import _arrays, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
@@ -339,18 +339,6 @@ def test_kv_is_for_sweeps(capsys):
     assert "--kv is for splits and tiles" in capsys.readouterr().err
 
 
-def test_the_newest_record_of_the_topic_is_found(tmp_path):
-    for name in (
-        "h200-2026-01-02-tbq4.json", "h200-2026-01-02-tbq4-2.json", "h200-2026-01-02-tbq4-10.json",
-        "h200-2026-01-03-tiles-tbq4.json", "h200-2026-01-04-tbq4-fp16.json", "h200-2026-01-05-decode.json",
-    ):  # fmt: skip
-        (tmp_path / name).touch()
-
-    assert readme.newest(tmp_path).name == "h200-2026-01-02-tbq4-10.json"
-    (tmp_path / "h200-2026-01-03-tbq4.json").touch()
-    assert readme.newest(tmp_path).name == "h200-2026-01-03-tbq4.json"
-
-
 def test_readme_is_written_between_its_marks(dry_run, tmp_path):
     dry, text = dry_run(), tmp_path / "README.md"
     text.write_text("before\n<!-- bench:tbq4 -->\nold\n<!-- /bench -->\nafter\n")
@@ -397,11 +385,3 @@ def test_readme_has_one_place_for_the_table(dry_run):
 def test_readme_without_a_record_says_what_to_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="python -m bench tbq4"):
         readme.write(timing.ROOT / "README.md", tmp_path)
-
-
-def test_readme_shows_the_newest_record():
-    if (newest := readme.newest(record.RESULTS)) is None:
-        pytest.skip(reason="bench/results has no record of the topic tbq4 yet")
-    text = (timing.ROOT / "README.md").read_text()
-
-    assert text == readme.updated(text, newest), "run python -m bench readme"

@@ -27,6 +27,7 @@ def decode(
     softmax_scale: float | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
+    balance: bool = False,
     k_sink: Array | None = None,
     v_sink: Array | None = None,
     k_recent: Array | None = None,
@@ -79,6 +80,10 @@ def decode(
         Tokens of a part, a multiple of 64, instead of `num_splits`: sequences are cut at its multiples, into up to 512
         parts. Then the bits of a sequence's result depend on nothing but the sequence: not on the batch, the others'
         lengths, the capacity or where its pages lie.
+    balance : bool, default False
+        Whether the GPU gives the parts of a batch to its sequences by their lengths, as it knows them, so that a call
+        takes time by all their keys together, however unequal they are. Otherwise all have as many parts. Not with
+        `num_splits`, `split_size` or rows kept in 16 bits. Changes the result by rounding only.
     k_sink, v_sink : array, shape (batch, num_sink, num_kv_heads, head_dim), dtype of `q`, optional
         Keys and values of the tokens at positions below num_sink (and below `kv_len`), read instead of those in the
         caches: the first tokens often have much of the weight and are unlike the others. They are tokens with rows,
@@ -146,13 +151,13 @@ def decode(
         q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent, sinks,
         kv_len, out,
     ]  # fmt: skip
-    options = (causal, window, softcap, softmax_scale, num_splits, split_size, return_lse)
+    options = (causal, window, softcap, softmax_scale, num_splits, split_size, balance, return_lse)
     arrays, form, launches = _FORMS.look_up(_segments.ARRAYS, given, options)
     if launches is None:
         call = _check.decode(
             q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
-            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size, k_sink=k_sink,
-            v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
+            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size, balance=balance,
+            k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
         )  # fmt: skip
         with_lse = _check.flag("return_lse", return_lse)
         if not _arrays.is_gpu(call.q):
@@ -177,13 +182,14 @@ def plan_decode(
     page_table: Array | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
+    balance: bool = False,
     device: _plan.Device | str | None = None,
 ) -> _plan.DecodePlan:
     """Say what `decode` would run for these arrays, and why; ``print`` it.
 
     Parameters
     ----------
-    q, k_cache, v_cache, kv_len, page_table, num_splits, split_size
+    q, k_cache, v_cache, kv_len, page_table, num_splits, split_size, balance
         As for `decode`. Contents are not read, so ``numpy.empty(shape, numpy.float16)`` will do, and takes no memory.
     device : Device or str, optional
         GPU to plan for, or the name of an architecture such as ``"sm_90a"``. Default: the arrays' GPU; for NumPy arrays
@@ -200,9 +206,11 @@ def plan_decode(
         As `decode`, and for an unknown device.
     """
     call = _check.decode(
-        q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, split_size=split_size, contents=False
-    )
-    return _plan.decode_plan(call.problem, _check.device(device, call.q), call.num_splits, call.split_size)
+        q, k_cache, v_cache, kv_len, page_table=page_table, num_splits=num_splits, split_size=split_size,
+        balance=balance, contents=False,
+    )  # fmt: skip
+    on = _check.device(device, call.q)
+    return _plan.decode_plan(call.problem, on, call.num_splits, call.split_size, balance=call.balance)
 
 
 def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:

@@ -82,18 +82,22 @@ def launch(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None
 
 
 def launch_of(
-    out_partial: Array, lse_partial: Array, out: Array, lse: Array | None, *, fixed: bool = False
+    out_partial: Array,
+    lse_partial: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    shares: Array | None = None,
+    fixed: bool = False,
 ) -> _dispatch.Launch:
     """Return the launch of merge.cu on checked arrays of the current device, or their stand-ins.
 
     `lse` is contiguous or None. `lse_partial` may also hold softmax states, pairs (m, l) along a last axis of its own.
-    `fixed` is that of `config_of`.
+    `shares` are those of `params_of`, and `fixed` is that of `config_of`.
     """
     ordinal = out_partial.device.id
-    config, params = (
-        config_of(out_partial, lse_partial, out, fixed=fixed),
-        params_of(out_partial, lse_partial, out, lse),
-    )
+    config = config_of(out_partial, lse_partial, out, fixed=fixed)
+    params = params_of(out_partial, lse_partial, out, lse, shares)
     kernel = _jit.kernel(config, ordinal, _arrays.device(ordinal).arch)
     rows = out.size // out.shape[-1]
     return _dispatch.Launch(kernel, (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1), params)
@@ -106,12 +110,22 @@ def config_of(out_partial: Array, lse_partial: Array, out: Array, *, fixed: bool
     """
     in_dtype, out_dtype = (_plan.Dtype(_arrays.dtype_name(x)) for x in (out_partial, out))
     parts = _plan.Parts.STATE if lse_partial.ndim == out_partial.ndim else _plan.Parts.LSE
-    num_parts = _plan.MAX_SPLITS if fixed else out_partial.shape[0]
+    num_parts = out_partial.shape[0]
+    if fixed:
+        num_parts = _plan.MAX_SPLITS
+    elif out_partial.ndim == out.ndim:  # parts of all sequences; of each there are so many on average
+        num_parts = _plan.ceil_div(num_parts, out.shape[0])
     return _plan.merge_config(in_dtype, out_dtype, out.shape[-1], parts, num_parts)
 
 
-def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | None) -> np.ndarray[Any, Any]:
-    """Fill the parameters of merge.cu from arrays in one place."""
+def params_of(
+    out_partial: Array, lse_partial: Array, out: Array, lse: Array | None, shares: Array | None = None
+) -> np.ndarray[Any, Any]:
+    """Fill the parameters of merge.cu from arrays in one place.
+
+    With `shares`, (batch, 2) of int32, sequence b has parts ``shares[b, 0]`` and following, ``shares[b, 1]`` in number,
+    and the parts have no axis of sequences.
+    """
 
     def padded(sizes: tuple[int, ...], fill: int) -> tuple[int, ...]:
         """Sizes or strides of (dim0, dim1, heads): missing leading axes are `fill`."""
@@ -125,11 +139,12 @@ def params_of(out_partial: Array, lse_partial: Array, out: Array, lse: Array | N
         "dim1": dim1,
         "heads": heads,
     }
-    for name, array in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out), ("lse", lse)):
-        values[name] = _arrays.pointer(array)
+    arrays = {"out_partial": out_partial, "lse_partial": lse_partial, "out": out, "lse": lse, "shares": shares}
+    values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
+    sequences = () if shares is None else (0,)
     for name, strides in (
-        ("out_partial", out_partial.strides[1:-1]),
-        ("lse_partial", lse_partial.strides[1 : out_partial.ndim - 1]),
+        ("out_partial", sequences + out_partial.strides[1:-1]),
+        ("lse_partial", sequences + lse_partial.strides[1 : out_partial.ndim - 1]),
         ("out", out.strides[:-1]),
     ):
         for axis, stride in zip(("dim0", "dim1", "head"), padded(strides, 0), strict=True):

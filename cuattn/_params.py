@@ -39,6 +39,7 @@ DECODE = _struct(
     kv_len=_POINTER,
     page_table=_POINTER,
     sinks=_POINTER,
+    shares=_POINTER,
     q_stride_batch=_I64,
     q_stride_token=_I64,
     q_stride_head=_I64,
@@ -80,6 +81,8 @@ DECODE = _struct(
     softcap_log2=_F32,
     scale_over_softcap=_F32,
     split_size=_I32,
+    batch=_I32,
+    reserved=_I32,
 )
 
 MERGE = _struct(
@@ -87,6 +90,7 @@ MERGE = _struct(
     lse_partial=_POINTER,
     out=_POINTER,
     lse=_POINTER,
+    shares=_POINTER,
     out_partial_stride_part=_I64,
     out_partial_stride_dim0=_I64,
     out_partial_stride_dim1=_I64,

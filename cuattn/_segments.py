@@ -21,7 +21,7 @@ from ._cache import Cache
 # Arrays of a call; those after "out" are not the caller's.
 ARRAYS = (
     "q", "k_cache", "k_cache_norms", "k_cache_mean", "v_cache", "v_cache_norms", "v_cache_mean", "page_table", "k_sink",
-    "v_sink", "k_recent", "v_recent", "sinks", "kv_len", "out", "lse", "parts", "states",
+    "v_sink", "k_recent", "v_recent", "sinks", "kv_len", "out", "lse", "parts", "states", "shares",
 )  # fmt: skip
 _SINKS, _KV_LEN, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "out"))
 
@@ -57,7 +57,7 @@ def segments(call: _check.DecodeCall, device: _plan.Device) -> tuple[Segment, ..
     """Return the launches of a call: the caches, then the first tokens, then the newest."""
     problem = call.problem
     num_sink, num_recent = (0 if pair is None else pair[0].shape[1] for pair in (call.sink, call.recent))
-    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size)
+    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size, balance=call.balance)
     found = [Segment(body, call.k_cache, call.v_cache, call.page_table, first_key=num_sink, skip_last=num_recent)]
 
     def kept(pair: tuple[Array, Array], **limits: int) -> Segment:
@@ -89,6 +89,7 @@ def launches(
     lse: Array | None,
     parts: Array | None,
     states: Array | None,
+    shares: Array | None = None,
     kv_len: Array,
     sinks: Array | None,
 ) -> Iterator[tuple[_plan.DecodePlan, np.ndarray[Any, Any]]]:
@@ -103,7 +104,7 @@ def launches(
             segment.plan,
             _params_of(
                 call, segment, out=out, lse=lse, parts=None if parts is None else parts[of_segment],
-                states=None if states is None else states[of_segment], kv_len=kv_len,
+                states=None if states is None else states[of_segment], shares=shares, kv_len=kv_len,
                 sinks=sinks if segment is found[0] else None,
             ),
         )  # fmt: skip
@@ -118,6 +119,7 @@ def _params_of(
     lse: Array | None,
     parts: Array | None,
     states: Array | None,
+    shares: Array | None,
     kv_len: Array,
     sinks: Array | None,
 ) -> np.ndarray[Any, Any]:
@@ -132,6 +134,7 @@ def _params_of(
         "capacity": call.problem.max_kv_len,
         "num_splits": segment.plan.num_splits,
         "split_size": segment.plan.split_size,
+        "batch": call.q.shape[0],
         "first_key": segment.first_key,
         "last_keys": segment.last_keys,
         "end_key": segment.end_key,
@@ -146,7 +149,7 @@ def _params_of(
     arrays = {
         "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
         "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states, "kv_len": kv_len,
-        "page_table": segment.page_table, "sinks": sinks,
+        "page_table": segment.page_table, "sinks": sinks, "shares": shares,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     values |= _params.strides(arrays)
@@ -180,8 +183,9 @@ class DecodeLaunches:
     batch, capacity : int
         Sequences, and tokens that the caches hold of one.
     with_lse : bool
-    parts_bytes, workspace_bytes : int
-        Of partial results in float32, and of these and their states; 0 where there is one part.
+    parts_end, states_end, workspace_bytes : int
+        Where partial results in float32, their states, and the shares of sequences in them end in the workspace; 0
+        where there is one part.
     """
 
     ordinal: int
@@ -189,7 +193,8 @@ class DecodeLaunches:
     batch: int
     capacity: int
     with_lse: bool
-    parts_bytes: int
+    parts_end: int
+    states_end: int
     workspace_bytes: int
 
     @classmethod
@@ -198,7 +203,7 @@ class DecodeLaunches:
         cupy = _arrays.import_cupy()
         ordinal, batch, capacity = call.q.device.id, call.q.shape[0], call.problem.max_kv_len
         if call.q.size == 0:
-            return cls(ordinal, None, batch, capacity, with_lse, 0, 0)
+            return cls(ordinal, None, batch, capacity, with_lse, 0, 0, 0)
         made = _dispatch.StandIns(ARRAYS, ordinal)
 
         def pair(name: str, arrays: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
@@ -219,26 +224,35 @@ class DecodeLaunches:
             found = segments(call, device)
             out = made.contiguous("out", call.q.shape, call.q.dtype) if call.out is None else call.out
             lse = made.contiguous("lse", call.q.shape[:-1], np.float32) if with_lse else None
-            shape, parts, states = partial_shape(found), None, None
+            shape, parts, states, shares = partial_shape(found), None, None, None
             if shape is not None:
                 parts = made.contiguous("parts", shape, np.float32)
                 states = made.contiguous("states", (*shape[:-1], 2), np.float32)
+            if found[0].plan.balanced:
+                shares = made.contiguous("shares", (batch, 2), np.int32)
             on_host = not _arrays.is_gpu(call.kv_len)
             lengths = made.contiguous("kv_len", (batch,), np.int32) if on_host else made.of("kv_len", call.kv_len)
             sinks = None if call.sinks is None else made.contiguous("sinks", call.sinks.shape, np.float32)
             all_launches = [
                 _dispatch.Launch(_jit.kernel(plan.config, ordinal, device.arch), plan.grid, plan.block, params)
                 for plan, params in launches(
-                    call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
+                    call,
+                    found,
+                    out=out,
+                    lse=lse,
+                    parts=parts,
+                    states=states,
+                    shares=shares,
+                    kv_len=lengths,
+                    sinks=sinks,
                 )
             ]
             if parts is not None:
-                all_launches.append(_merge.launch_of(parts, states, out, lse, fixed=call.split_size is not None))
-        parts_bytes, states_bytes = (0 if x is None else 4 * x.size for x in (parts, states))
-        return cls(
-            ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, parts_bytes,
-            parts_bytes + states_bytes,
-        )  # fmt: skip
+                fixed = call.split_size is not None
+                all_launches.append(_merge.launch_of(parts, states, out, lse, shares=shares, fixed=fixed))
+        sizes = [0 if x is None else 4 * x.size for x in (parts, states, shares)]
+        ends = (sizes[0], sizes[0] + sizes[1], sum(sizes))
+        return cls(ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, *ends)
 
     def run(self, arrays: list[Array], kv_len: object) -> tuple[Array, Array | None]:
         """Run the launches on arrays of the form that they were made for.
@@ -272,8 +286,8 @@ class DecodeLaunches:
             pointers = [0, *[0 if x is None else x.data.ptr for x in arrays], 0 if lse is None else lse.data.ptr]
             if self.workspace_bytes:
                 workspace = cupy.cuda.alloc(self.workspace_bytes)
-                pointers += [workspace.ptr, workspace.ptr + self.parts_bytes]
+                pointers += [workspace.ptr, workspace.ptr + self.parts_end, workspace.ptr + self.states_end]
             else:
-                pointers += [0, 0]
+                pointers += [0, 0, 0]
             self.launches.run(pointers)
         return arrays[_OUT], lse

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   (num_kv_heads, num_splits * row blocks, batch)      block  NUM_WARPS * 32
+//          With p.shares (num_kv_heads, num_splits * row blocks): splits of the batch, given to sequences by length.
 //   CTA    up to ROWS query rows of one KV head, one split of their keys; row = token * group + head of the group
 //          With TILE_HEADS > 1, of that many KV heads, each with its share of the rows; grid.x counts such groups.
 //   warp   every NUM_WARPS-th step of TILE_KV keys, an online softmax of its own; the warps merge at the end
@@ -413,7 +414,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     VHead::fill_table(sm.table);
   }
   ptx::griddepcontrol_wait();
-  const int length = given_length(p, w);
+  if (p.shares != nullptr && !find_share(p, w)) return;
+  const int length = given_length(p, w.batch);
   const auto row_of_q = [&](int row) { return query(p, w, row); };
   const typename KHead::QueryPart query_part = KHead::fetch_queries(ROWS, row_of_q);
   find_keys(p, length, w);

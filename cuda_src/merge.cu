@@ -28,10 +28,16 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const u32 row = blockIdx.x, heads = static_cast<u32>(p.heads), dim1 = static_cast<u32>(p.dim1);
   const i64 head = row % heads, i1 = row / heads % dim1, i0 = row / heads / dim1;
-  const u8* out_partial = p.out_partial + i0 * p.out_partial_stride_dim0 + i1 * p.out_partial_stride_dim1 +
-                          head * p.out_partial_stride_head;
-  const u8* lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
-                          i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
+  const u8* const all_out_partial = p.out_partial + i0 * p.out_partial_stride_dim0 + i1 * p.out_partial_stride_dim1 +
+                                    head * p.out_partial_stride_head;
+  const u8* const all_lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
+                                    i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
+
+  ptx::griddepcontrol_wait();
+  const int first_part = p.shares == nullptr ? 0 : p.shares[2 * i0];
+  const int num_parts = p.shares == nullptr ? p.num_parts : p.shares[2 * i0 + 1];
+  const u8* const out_partial = all_out_partial + first_part * p.out_partial_stride_part;
+  const u8* const lse_partial = all_lse_partial + first_part * p.lse_partial_stride_part;
   // (m, l) of a part; l < 0: empty. An lse is the m of one key, in natural units.
   const auto state = [&](int part) {
     const float* source = reinterpret_cast<const float*>(lse_partial + part * p.lse_partial_stride_part);
@@ -39,7 +45,6 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     return make_float2(*source, *source == neg_inf() ? EMPTY_PART : 1.f);
   };
 
-  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   // Some parts of this warp on their way together, the first of them while the maximum is found: a row is few bytes,
   // and what it takes is trips to memory.
@@ -49,7 +54,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
 #pragma unroll
     for (int k = 0; k < cfg::PARTS_AT_ONCE; ++k) {
       const int part = first + k * cfg::NUM_WARPS;
-      const bool exists = part < p.num_parts;
+      const bool exists = part < num_parts;
       states[k] = exists ? state(part) : make_float2(neg_inf(), EMPTY_PART);
       const In* source = reinterpret_cast<const In*>(out_partial + part * p.out_partial_stride_part);
 #pragma unroll
@@ -62,7 +67,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   load(warp);
 
   float m = neg_inf();
-  for (int part = threadIdx.x; part < p.num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, state(part).x);
+  for (int part = threadIdx.x; part < num_parts; part += cfg::NUM_WARPS * WARP) m = fmaxf(m, state(part).x);
 #pragma unroll
   for (int bit = 1; bit < WARP; bit *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_MASK, m, bit));
   if (lane == 0) sm.max[warp] = m;
@@ -74,7 +79,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   float sum = 0.f;
-  for (int first = warp; first < p.num_parts; first += cfg::PARTS_AT_ONCE * cfg::NUM_WARPS) {
+  for (int first = warp; first < num_parts; first += cfg::PARTS_AT_ONCE * cfg::NUM_WARPS) {
     if (first > warp) load(first);
 #pragma unroll
     for (int k = 0; k < cfg::PARTS_AT_ONCE; ++k) {

@@ -40,7 +40,7 @@ class DecodeCall:
     sinks : array, shape (num_qo_heads,), float, or None
     window : tuple of int
         Left and right, -1 for unbounded; not yet narrowed by `causal`.
-    causal, softcap, softmax_scale, num_splits, split_size
+    causal, softcap, softmax_scale, num_splits, split_size, balance
         As in `decode`; `softcap` 0 means none.
     one_token : bool
         Whether the caller's q has no axis of query tokens.
@@ -65,6 +65,7 @@ class DecodeCall:
     sink: tuple[Array, Array] | None = None
     recent: tuple[Array, Array] | None = None
     split_size: int | None = None
+    balance: bool = False
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -109,6 +110,14 @@ def _split_size(split_size: object, num_splits: int | None) -> int:
     return size
 
 
+def _balance(balance: object, others: dict[str, object]) -> bool:
+    found = flag("balance", balance)
+    if found and (given := next((name for name, x in others.items() if x is not None), "")):
+        msg = f"balance must be False where {given} is given, got True"
+        raise ValueError(msg)
+    return found
+
+
 def decode(
     q: Array,
     k_cache: Array,
@@ -123,6 +132,7 @@ def decode(
     softmax_scale: object = None,
     num_splits: object = None,
     split_size: object = None,
+    balance: object = False,
     k_sink: Array | None = None,
     v_sink: Array | None = None,
     k_recent: Array | None = None,
@@ -172,6 +182,9 @@ def decode(
         num_splits = integer("num_splits", num_splits, 1, _plan.MAX_SPLITS)
     if split_size is not None:
         split_size = _split_size(split_size, num_splits)
+    balance = _balance(
+        balance, {"num_splits": num_splits, "split_size": split_size, "k_sink": sink, "k_recent": recent}
+    )
 
     def with_tokens(x: Array | None) -> Array | None:
         return x if x is None or x.ndim == 4 else x[:, None]  # noqa: PLR2004
@@ -193,4 +206,5 @@ def decode(
         sink=sink,
         recent=recent,
         split_size=split_size,
+        balance=balance,
     )

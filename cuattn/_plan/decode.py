@@ -234,11 +234,14 @@ class DecodePlan:
     device : Device
     config : DecodeConfig
     num_splits : int
-        Parts into which the keys of a sequence are cut; more than one needs `merge`.
+        Parts into which the keys of a sequence are cut, or of all sequences of a batch if it is `balanced`; more than
+        one needs `merge`.
     reason : str
         Why this number of splits.
     split_size : int
         Tokens of a split, at whose multiples sequences are cut; 0: into even parts.
+    balanced : bool
+        Whether the GPU gives the parts to the sequences by their lengths.
     """
 
     problem: DecodeProblem
@@ -247,6 +250,7 @@ class DecodePlan:
     num_splits: int
     reason: str
     split_size: int = 0
+    balanced: bool = False
 
     @property
     def merges(self) -> bool:
@@ -262,7 +266,7 @@ class DecodePlan:
     def grid(self) -> tuple[int, int, int]:
         """Blocks of decode.cu."""
         heads = self.problem.num_kv_heads // self.config.tile_heads
-        return (heads, self.num_splits * self.row_blocks, self.problem.batch)
+        return (heads, self.num_splits * self.row_blocks, 1 if self.balanced else self.problem.batch)
 
     @cached_property
     def block(self) -> tuple[int, int, int]:
@@ -273,15 +277,17 @@ class DecodePlan:
     def out_partial_shape(self) -> tuple[int, ...]:
         """Shape of the float32 partial outputs; their softmax states (m, l) have 2 for head_dim."""
         p = self.problem
-        return (self.num_splits, p.batch, p.seqlen_q, p.num_qo_heads, p.head_dim)
+        batch = () if self.balanced else (p.batch,)
+        return (self.num_splits, *batch, p.seqlen_q, p.num_qo_heads, p.head_dim)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of partial outputs and their states; 0 without a merge."""
+        """Bytes of partial outputs, their states and, if `balanced`, their shares; 0 without a merge."""
         if not self.merges:
             return 0
         p = self.problem
-        return self.num_splits * p.batch * p.seqlen_q * p.num_qo_heads * (p.head_dim + 2) * 4
+        rows = self.num_splits * (1 if self.balanced else p.batch) * p.seqlen_q * p.num_qo_heads
+        return rows * (p.head_dim + 2) * 4 + (2 * p.batch * 4 if self.balanced else 0)
 
     @property
     def roof_us(self) -> float:
@@ -342,9 +348,33 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     return splits, f"{splits * ctas} CTAs keep {device.num_sms} SMs {busy(splits):.0%} busy, {rounds} on an SM"
 
 
+def _balanced_plan(problem: DecodeProblem, config: DecodeConfig, device: Device) -> DecodePlan | None:
+    """Plan parts of a whole batch, None where there is nothing to give: in whole rounds, at least two a sequence.
+
+    So equal sequences get as many each as they would by themselves, and of unequal ones the long ones have most.
+    """
+    if problem.batch == 1 or problem.num_kv_heads == 0:
+        return None
+    row_blocks = ceil_div(problem.rows, config.head_rows)
+    ctas = problem.num_kv_heads // config.tile_heads * row_blocks
+    at_once = config.ctas_per_sm * device.num_sms
+    rounds = ceil_div(2 * problem.batch * ctas, at_once)
+    most = problem.batch * (problem.max_kv_len // config.min_split)
+    parts = min(rounds * at_once // ctas, most, MAX_GRID_YZ // row_blocks)
+    if parts <= problem.batch:
+        return None
+    reason = f"given to {problem.batch} sequences by their lengths, {rounds} CTAs on an SM"
+    return DecodePlan(problem, device, config, parts, reason, balanced=True)
+
+
 @lru_cache(maxsize=1024)
 def decode_plan(
-    problem: DecodeProblem, device: Device, num_splits: int | None = None, split_size: int | None = None
+    problem: DecodeProblem,
+    device: Device,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    *,
+    balance: bool = False,
 ) -> DecodePlan:
     """Plan one decode call.
 
@@ -356,6 +386,8 @@ def decode_plan(
         Default: `choose_splits`.
     split_size : int, optional
         Tokens of a split, instead.
+    balance : bool
+        Whether to leave it to the GPU which sequence has how many splits, where there are several and enough keys.
 
     Returns
     -------
@@ -372,6 +404,8 @@ def decode_plan(
             f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "
             f"{device.name} gives {device.smem_per_block}"
         )
+    if balance and (plan := _balanced_plan(problem, config, device)) is not None:
+        return plan
     if split_size is not None:
         splits = max(1, ceil_div(problem.max_kv_len, split_size))
         plan = DecodePlan(problem, device, config, splits, f"of {split_size} tokens, as asked for", split_size)

@@ -245,6 +245,7 @@ def decode(
     softmax_scale: float | None = None,
     num_splits: int | None = None,  # noqa: ARG001  how a kernel cuts the keys is no part of the definition
     split_size: int | None = None,  # noqa: ARG001  likewise
+    balance: bool = False,  # noqa: ARG001  likewise
     k_sink: Array | None = None,
     v_sink: Array | None = None,
     k_recent: Array | None = None,
@@ -273,7 +274,7 @@ def decode(
         Query i of ``seqlen_q`` sees tokens up to ``kv_len - seqlen_q + i``.
     window, softcap, sinks, softmax_scale
         As in `attention`.
-    num_splits, split_size : int, optional
+    num_splits, split_size, balance : optional
         Without effect on the result.
     k_sink, v_sink : ndarray, shape (batch, num_sink, num_kv_heads, ...), optional
         Rows of the tokens at positions below num_sink, read instead of the caches. Not to be confused with `sinks`.

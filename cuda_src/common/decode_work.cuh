@@ -10,6 +10,8 @@ constexpr int HEAD_ROWS = ROWS / cfg::TILE_HEADS;  // of each KV head
 
 struct Work {
   int batch, kv_head, split;  // the first KV head
+  int num_splits;             // of this sequence
+  int part;                   // index of this split's results among those of all
   int row0, num_rows;         // rows of this CTA, of each KV head: row0 .. row0 + num_rows - 1
   int kv_len;                 // clamped to the capacity of the page table
   int first;                  // no row sees a key before it
@@ -30,18 +32,19 @@ struct Work {
     const int index = row0 + in_head(row);
     return kv_head_of(row) * p.group + (p.seqlen_q == 1 ? index : index % p.group);
   }
-  // Index of `row` in [num_splits, batch, seqlen_q, num_qo_heads].
+  // Index of `row` in [parts, seqlen_q, num_qo_heads].
   __device__ __forceinline__ i64 flat(const DecodeParams& p, int row) const {
-    const i64 sequence = static_cast<i64>(split) * gridDim.z + batch;
-    return (sequence * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
+    return (static_cast<i64>(part) * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
   }
-  __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
-    // The rows that pad a tile see what the last one sees.
-    KeyRange r =
-        visible_keys(token(p, min(in_head(row), num_rows - 1)), p.seqlen_q, kv_len, p.window_left, p.window_right);
+  static __device__ __forceinline__ KeyRange keys_of_token(const DecodeParams& p, int token, int kv_len) {
+    KeyRange r = visible_keys(token, p.seqlen_q, kv_len, p.window_left, p.window_right);
     r.lo = max(r.lo, max(p.first_key, kv_len - p.last_keys));
     r.hi = min(r.hi, min(p.end_key, kv_len - p.skip_last));
     return r;
+  }
+  __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
+    // The rows that pad a tile see what the last one sees.
+    return keys_of_token(p, token(p, min(in_head(row), num_rows - 1)), kv_len);
   }
 };
 
@@ -53,17 +56,78 @@ __device__ __forceinline__ Work find_rows(const DecodeParams& p) {
   const int all_rows = p.seqlen_q * p.group;
   const int row_blocks = (all_rows + HEAD_ROWS - 1) / HEAD_ROWS;
   w.split = row_blocks == 1 ? blockIdx.y : blockIdx.y / row_blocks;
+  w.num_splits = p.num_splits;
+  w.part = w.split * static_cast<int>(gridDim.z) + w.batch;
   w.row0 = row_blocks == 1 ? 0 : blockIdx.y % row_blocks * HEAD_ROWS;
   w.num_rows = min(HEAD_ROWS, all_rows - w.row0);
   return w;
 }
 
-__device__ __forceinline__ int given_length(const DecodeParams& p, const Work& w) {
-  return *reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride);
+// The length of a sequence, whatever stands there.
+__device__ __forceinline__ int given_length(const DecodeParams& p, int batch) {
+  const int* length = reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + batch * p.kv_len_stride);
+  return max(0, min(*length, p.capacity));
+}
+
+// Steps of all warps over the keys that any row of a sequence sees.
+__device__ __forceinline__ int steps_of(const DecodeParams& p, int batch) {
+  const int kv_len = given_length(p, batch);
+  const int lo = Work::keys_of_token(p, 0, kv_len).lo / cfg::TILE_KV * cfg::TILE_KV;
+  const int keys = Work::keys_of_token(p, p.seqlen_q - 1, kv_len).hi - lo;
+  return keys <= 0 ? 0 : (keys + cfg::KEYS_PER_STEP - 1) / cfg::KEYS_PER_STEP;
+}
+
+// Gives the p.num_splits parts of a whole batch to its sequences by their lengths, and finds the one of this CTA: each
+// sequence has one part, or as many as it takes that none has more than `most` steps, the fewest for which the parts
+// suffice. Every warp of every CTA comes to the same. Returns false for a part that no sequence needs.
+__device__ __forceinline__ bool find_share(const DecodeParams& p, Work& w) {
+  const int lane = threadIdx.x % WARP, wanted = w.split;
+  const auto parts_of = [&](int batch, int most) {
+    return batch < p.batch ? max(1, (steps_of(p, batch) + most - 1) / most) : 0;
+  };
+  int longest = 1;
+  for (int b = lane; b < p.batch; b += WARP) longest = max(longest, steps_of(p, b));
+  int few = 1, most = __reduce_max_sync(FULL_MASK, longest);
+  while (few < most) {
+    const int middle = (few + most) / 2;
+    int parts = 0;
+    for (int b = lane; b < p.batch; b += WARP) parts += parts_of(b, middle);
+    if (__reduce_add_sync(FULL_MASK, parts) <= p.num_splits) {
+      most = middle;
+    } else {
+      few = middle + 1;
+    }
+  }
+  int first = 0;  // part of the 32 sequences
+  for (int b0 = 0; b0 < p.batch; b0 += WARP) {
+    const int parts = parts_of(b0 + lane, most);
+    int end = parts;  // of the sequence, from `first` on
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      const int before = __shfl_up_sync(FULL_MASK, end, distance);
+      if (lane >= distance) end += before;
+    }
+    const u32 behind = __ballot_sync(FULL_MASK, first + end > wanted);
+    if (behind != 0) {
+      const int owner = __ffs(static_cast<int>(behind)) - 1;
+      const int begin = first + __shfl_sync(FULL_MASK, end - parts, owner);
+      w.batch = b0 + owner;
+      w.split = wanted - begin;
+      w.num_splits = __shfl_sync(FULL_MASK, parts, owner);
+      w.part = wanted;
+      if (w.split == 0 && w.kv_head == 0 && w.row0 == 0 && threadIdx.x == 0) {
+        p.shares[2 * w.batch] = begin;
+        p.shares[2 * w.batch + 1] = w.num_splits;
+      }
+      return true;
+    }
+    first += __shfl_sync(FULL_MASK, end, WARP - 1);
+  }
+  return false;
 }
 
 __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Work& w) {
-  w.kv_len = max(0, min(length, p.capacity));
+  w.kv_len = length;
   w.first = w.keys(p, 0).lo;
   const int hi = w.keys(p, w.num_rows - 1).hi;
   if (hi <= w.first) {
@@ -81,10 +145,10 @@ __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Wor
     w.end = static_cast<int>(min(static_cast<i64>(hi), max(static_cast<i64>(lo), cut + p.split_size)));
     return;
   }
-  const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * p.num_splits;
+  const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * w.num_splits;
   const int unit = many_steps ? cfg::KEYS_PER_STEP : cfg::TILE_KV;
   const int units = (hi - lo + unit - 1) / unit;
-  const int per_split = units / p.num_splits, rest = units - per_split * p.num_splits;
+  const int per_split = units / w.num_splits, rest = units - per_split * w.num_splits;
   const auto begin_of = [&](int split) {
     const int even = split * per_split + min(split, rest);  // at most the number of units
     const int dense = min(units, split * ((cfg::MIN_SPLIT + unit - 1) / unit));

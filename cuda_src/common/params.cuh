@@ -22,6 +22,7 @@ struct DecodeParams {
   const int* kv_len;      // [batch], tokens
   const int* page_table;  // [batch, max_pages]; null: page b is all of sequence b
   const float* sinks;     // [num_qo_heads], score of a key whose value is zero; null: none
+  int* shares;  // [batch, 2]: first part of a sequence and how many it has, written here; null: num_splits each
   i64 q_stride_batch;
   i64 q_stride_token;
   i64 q_stride_head;
@@ -63,6 +64,8 @@ struct DecodeParams {
   float softcap_log2;        // softcap * log2(e); 0: none
   float scale_over_softcap;  // softmax_scale / softcap
   int split_size;            // tokens of a split, at whose multiples sequences are cut; 0: num_splits even ones
+  int batch;
+  int reserved;
 };
 
 struct MergeParams {
@@ -71,6 +74,7 @@ struct MergeParams {
                              // Parts::STATE: [num_parts, dim0, dim1, heads, 2], (m, l); l = -1: empty
   u8* out;                   // [dim0, dim1, heads, head_dim], Out
   float* lse;                // [dim0, dim1, heads], contiguous; null: not wanted
+  const int* shares;         // [dim0, 2]: first part and number of parts of each; null: parts 0 .. num_parts - 1
   i64 out_partial_stride_part;
   i64 out_partial_stride_dim0;
   i64 out_partial_stride_dim1;

@@ -240,6 +240,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "softmax_scale": None,
                 "num_splits": None,
                 "split_size": None,
+                "balance": False,
                 "k_sink": None,
                 "v_sink": None,
                 "k_recent": None,
@@ -274,7 +275,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
         (
             cuattn.plan_decode,
             ["q", "k_cache", "v_cache", "kv_len"],
-            {"page_table": None, "num_splits": None, "split_size": None, "device": None},
+            {"page_table": None, "num_splits": None, "split_size": None, "balance": False, "device": None},
         ),
         (
             cuattn.plan_prefill,

@@ -156,6 +156,11 @@ FORM = [
     Bad("num_splits is a float", {"num_splits": 1.5}, TypeError, ("num_splits", "1.5", "integer")),
     Bad("num_splits is a string", {"num_splits": "2"}, TypeError, ("num_splits", "'2'", "integer")),
     Bad("num_splits is a bool", {"num_splits": True}, EITHER, ("num_splits", "True")),
+    Bad("balance is 1", {"balance": 1}, TypeError, ("balance", "True or False", "1")),
+    *(
+        Bad(f"balance beside {name}", {"balance": True, name: x}, ValueError, ("balance", name, "False"))
+        for name, x in (("num_splits", 2), ("split_size", 64))
+    ),
     Bad("split_size is 0", {"split_size": 0}, ValueError, ("split_size", "0", "64 to")),
     Bad("split_size is no multiple", {"split_size": 96}, ValueError, ("split_size", "96", "multiple of 64")),
     Bad("split_size is huge", {"split_size": 2**31}, ValueError, ("split_size", str(2**31), str(2**30))),

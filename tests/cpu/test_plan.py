@@ -179,6 +179,25 @@ def test_splits_too_small_for_a_sequence_are_refused():
         _plan.decode_plan(problem, DEVICES["sm_90a"], split_size=192)
 
 
+@pytest.mark.parametrize(("batch", "parts", "rounds"), [(2, 33, 1), (16, 33, 1), (17, 66, 2), (64, 132, 4)])
+def test_balanced_parts_are_whole_rounds_and_two_a_sequence(batch, parts, rounds):
+    """Eight KV heads and two CTAs an SM: 33 parts of the batch run at once."""
+    problem = DecodeProblem(Dtype.BF16, *BOTH_RAW, batch, 1, 32, 8, 128, 32768)
+    plan = _plan.decode_plan(problem, DEVICES["sm_90a"], balance=True)
+    assert (plan.num_splits, plan.grid) == (parts, (8, parts, 1))
+    assert plan.out_partial_shape == (parts, 1, 32, 128)
+    assert plan.workspace_bytes == parts * 32 * 130 * 4 + batch * 8
+    assert f"{rounds} CTAs on an SM" in str(plan)
+
+
+def test_parts_are_balanced_only_where_there_are_several_sequences_with_keys_to_cut():
+    for batch, keys in ((1, 32768), (4, 200)):
+        problem = DecodeProblem(Dtype.BF16, *BOTH_RAW, batch, 1, 32, 8, 128, keys)
+        assert _plan.decode_plan(problem, DEVICES["sm_90a"], balance=True) == _plan.decode_plan(
+            problem, DEVICES["sm_90a"]
+        )
+
+
 def test_an_unknown_gpu_is_planned_by_its_numbers():
     small = Device("some GPU", "sm_87", 8, 163 * 1024, 164 * 1024)
     plan = _plan.decode_plan(DecodeProblem(Dtype.BF16, *BOTH_RAW, 1, 1, 8, 2, 128, 65536), small)

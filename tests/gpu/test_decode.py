@@ -553,6 +553,36 @@ def test_splits_of_a_given_size_make_the_bits_of_a_sequence_its_own(
             assert_same_bits(got, (out[sequence : sequence + 1], lse[sequence : sequence + 1]), (sequence, capacity))
 
 
+@pytest.mark.parametrize("formats", [{}, {"k_format": "tbq4", "v_format": "tbq4"}], ids=["16", "4"])
+@both_layouts
+def test_parts_that_follow_the_lengths_obey_the_error_law(problem: Problem, formats: dict[str, Any]) -> None:
+    for kv_len in ((20_000, 3, 0, 700), (16,) * 40 + (9000,), (0, 0), tuple(range(0, 8000, 97))):
+        check(replace(problem, kv_len=kv_len, **formats), balance=True)
+
+
+def test_a_graph_gives_parts_to_the_lengths_of_its_replay() -> None:
+    """Lengths grow and fall between replays, and some sequences are empty."""
+    arrays = replace(PAGED, kv_len=(9000, 9000, 9000)).arrays()
+    q, k_cache, v_cache, kv_len = map(to_device, arrays)
+    table = to_device(replace(PAGED, kv_len=(9000, 9000, 9000)).options()["page_table"])
+    out, lse = cuattn.decode(q, k_cache, v_cache, kv_len, page_table=table, balance=True, return_lse=True)
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        stream.begin_capture()
+        _, lse = cuattn.decode(
+            q, k_cache, v_cache, kv_len, page_table=table, balance=True, return_lse=True, out=out
+        )  # fmt: skip
+        graph = stream.end_capture()
+    for lengths in ((1, 0, 9000), (9000, 9000, 9000), (0, 0, 0), (513, 8999, 7)):
+        kv_len[...] = cupy.asarray(np.array(lengths, np.int32))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        host = (*arrays[:3], np.array(lengths, np.int32))
+        assert_call(host, {"page_table": cupy.asnumpy(table)}, (cupy.asnumpy(out), cupy.asnumpy(lse)))
+
+
 @pytest.mark.parametrize("problem", [PAGED, replace(PAGED, k_format="tbq4", num_sink=2, num_recent=3)], ids=["16", "4"])
 def test_a_form_that_was_met_before_takes_its_arrays_anew(problem: Problem) -> None:
     """Other arrays of the same form, on two streams, and the first ones again."""

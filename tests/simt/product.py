@@ -44,15 +44,17 @@ def decode_arrays(
     lse : array, shape (batch, seqlen_q, num_qo_heads)
         Without `merge`: the parts in float32 with a leading axis of splits, and their states (m, l) for lse.
     """
-    fixed = "split_size" in options
-    call = _check.decode(*arrays, num_splits=None if fixed else num_splits, **options)
+    fixed, balance = "split_size" in options, options.get("balance", False)
+    call = _check.decode(*arrays, num_splits=None if fixed or balance else num_splits, **options)
     found = tuple(
         replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
         for s in _segments.segments(call, device)
     )
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
-    shape, parts, states = _segments.partial_shape(found), None, None
+    shape, parts, states, shares = _segments.partial_shape(found), None, None, None
+    if found[0].plan.balanced:
+        shares = np.full((len(call.q), 2), -1, np.int32)
     if shape is not None:
         parts = np.full(shape, np.nan, np.float32)
         states = np.full((*shape[:-1], 2), np.nan, np.float32)
@@ -61,7 +63,7 @@ def decode_arrays(
     planes = [x for cache in (call.k_cache, call.v_cache) for x in (cache.rows, cache.norms) if x is not None]
     readable = [call.q, *planes, *(call.sink or ()), *(call.recent or ())]
     for plan, params in _segments.launches(
-        call, found, out=out, lse=lse, parts=parts, states=states, kv_len=lengths, sinks=sinks
+        call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
     ):
         build(plan.config, patches).launch(
             "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
@@ -70,12 +72,19 @@ def decode_arrays(
         return out, lse
     if not merge:
         return parts, states
-    merge_arrays(parts, states, out, lse, seed=seed, fixed=fixed)
+    merge_arrays(parts, states, out, lse, seed=seed, shares=shares, fixed=fixed)
     return out, lse
 
 
 def merge_arrays(
-    parts: np.ndarray, lse_parts: np.ndarray, out: np.ndarray, lse: np.ndarray, *, seed: int = 0, fixed: bool = False
+    parts: np.ndarray,
+    lse_parts: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    seed: int = 0,
+    shares: np.ndarray | None = None,
+    fixed: bool = False,
 ) -> None:
     """Run merge.cu on NumPy arrays."""
     config = _merge.config_of(parts, lse_parts, out, fixed=fixed)
@@ -84,7 +93,7 @@ def merge_arrays(
     rows = out.size // out.shape[-1]
     build(config).launch(
         "merge_kernel", (rows, 1, 1), (config.num_warps * _plan.WARP, 1, 1),
-        (_merge.params_of(parts, lse_parts, out, lse),), smem=config.smem_bytes, seed=seed,
+        (_merge.params_of(parts, lse_parts, out, lse, shares),), smem=config.smem_bytes, seed=seed,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from simt import product
 from simt.numpy_gpu import GpuArray, download, gpu, on_gpu
 from strategies import AppendProblem, PrefillProblem, Problem
-from tolerance import assert_append, assert_decode, assert_merge, assert_prefill
+from tolerance import assert_append, assert_call, assert_decode, assert_merge, assert_prefill
 
 import cuattn
 from cuattn import _append, _check, _decode, _dispatch, _prefill, _prefill_launches, _segments
@@ -69,6 +69,19 @@ def test_a_form_is_checked_once_and_runs_on_other_arrays(gpu, checks, problem, n
     assert len(gpu) == 3 * num_launches
 
 
+def test_parts_that_follow_the_lengths_obey_the_error_law(gpu):
+    """Lengths may change from call to call: the GPU looks at them."""
+    problem = Problem(kv_len=(700, 3, 0, 131), num_kv_heads=2, group=3)
+    q, k, v, _ = problem.arrays()
+    k, v = np.nan_to_num(k), np.nan_to_num(v)
+    given = [on_gpu(x) for x in (q, k, v)]
+    for lengths in (problem.kv_len, (131, 700, 600, 1), (0, 0, 0, 5)):
+        kv_len = np.array(lengths, np.int32)
+        out, lse = cuattn.decode(*given, on_gpu(kv_len), balance=True, return_lse=True)
+        assert_call((q, k, v, kv_len), {}, (out.host, lse.host))
+    assert [config.kernel for config, _ in gpu] == 3 * ["decode", "merge"]
+
+
 def test_splits_of_a_given_size_give_the_bits_of_the_harness_by_itself():
     problem = replace(SPLIT, num_sink=2, num_recent=5, window=None)
     got = _decoded(problem, split_size=128)
@@ -106,7 +119,8 @@ def test_another_form_is_checked(checks):
     }
     options = (
         {"causal": False}, {"window": (5, None)}, {"window": (5, 3)}, {"softcap": 3.0}, {"softcap": 2.0},
-        {"softmax_scale": 0.5}, {"num_splits": 2}, {"split_size": 64}, {"split_size": 128}, {"return_lse": True},
+        {"softmax_scale": 0.5}, {"num_splits": 2}, {"split_size": 64}, {"split_size": 128}, {"balance": True},
+        {"return_lse": True},
     )  # fmt: skip
     given = {"q": q, "k": k, "v": v, "kv_len": kv_len}
     for changed, more in [*((x, {}) for x in arrays.values()), *(({}, x) for x in options)]:
@@ -323,6 +337,6 @@ def test_the_number_of_forms_is_bounded(monkeypatch):
 
 def test_names_of_arrays_and_parameters_agree():
     """A launch takes the address of an array from the place of its name."""
-    assert _segments.ARRAYS[-4:] == ("out", "lse", "parts", "states")
+    assert _segments.ARRAYS[-5:] == ("out", "lse", "parts", "states", "shares")
     assert _prefill_launches.ARRAYS[-5:] == ("out", "lse", "parts", "states", "items_claimed")
     assert len(set(_append._ARRAYS)) == 16

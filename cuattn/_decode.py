@@ -22,6 +22,7 @@ def decode(
     page_table: Array | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
+    tree_mask: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     softmax_scale: float | None = None,
@@ -66,6 +67,10 @@ def decode(
         Whether token ``i`` sees only keys up to its own position ``p``. Makes no difference for one query token.
     window : tuple (left, right), optional
         Keys ``p - left`` to ``p + right`` are visible, both included; None or -1 is unbounded.
+    tree_mask : array, shape (batch, seqlen_q, seqlen_q), bool or uint8, optional
+        Whether token ``i`` sees the key of token ``j``, that at position ``kv_len[b] - seqlen_q + j``, if the other
+        masks let it: for drafted tokens that are branches of a tree, where each sees its ancestors and itself. Does not
+        concern earlier keys.
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``, after scaling and before masks.
     sinks : array, shape (num_qo_heads,), float32 or dtype of `q`, optional
@@ -148,16 +153,16 @@ def decode(
     >>> out = cuattn.decode(q, k_cache, v_cache, kv_len, page_table=pages)
     """
     given = [  # in the order of _segments.ARRAYS
-        q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent, sinks,
-        kv_len, out,
+        q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent,
+        tree_mask, sinks, kv_len, out,
     ]  # fmt: skip
     options = (causal, window, softcap, softmax_scale, num_splits, split_size, balance, return_lse)
     arrays, form, launches = _FORMS.look_up(_segments.ARRAYS, given, options)
     if launches is None:
         call = _check.decode(
-            q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, softcap=softcap,
-            sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size, balance=balance,
-            k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
+            q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, tree_mask=tree_mask,
+            softcap=softcap, sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size,
+            balance=balance, k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
         )  # fmt: skip
         with_lse = _check.flag("return_lse", return_lse)
         if not _arrays.is_gpu(call.q):
@@ -218,8 +223,9 @@ def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | 
     k_recent, v_recent = call.recent or (None, None)
     result, lse = reference.decode(
         call.q, call.k_cache.given, call.v_cache.given, call.kv_len, page_table=call.page_table, causal=call.causal,
-        window=call.window, softcap=call.softcap or None, sinks=call.sinks, softmax_scale=call.softmax_scale,
-        k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, return_lse=True,
+        window=call.window, tree_mask=call.tree_mask, softcap=call.softcap or None, sinks=call.sinks,
+        softmax_scale=call.softmax_scale, k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent,
+        return_lse=True,
     )  # fmt: skip
     out = np.empty(call.q.shape, call.q.dtype) if call.out is None else call.out
     with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU

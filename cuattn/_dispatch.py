@@ -299,6 +299,11 @@ def _writer_of(tiles: _tiled.TensorTiles) -> Callable[..., None]:
     return write
 
 
+def _picker(indices: list[int]) -> Callable[[list[int]], Sequence[int]]:
+    """Return what picks elements of a list, also a single one, as a sequence."""
+    return itemgetter(*indices) if len(indices) > 1 else itemgetter(slice(indices[0], indices[0] + 1))
+
+
 class Launches:
     """Launches in their order, for other arrays each time.
 
@@ -320,11 +325,11 @@ class Launches:
             for place, count in _pointer_runs(params.dtype):
                 pointers = struct.Struct(f"{count}Q")
                 indices = [self._index(stand_ins, address) for address in pointers.unpack_from(buffer, place)]
-                patches.append(_Patch(pointers.pack_into, buffer, place, itemgetter(*indices)))
+                patches.append(_Patch(pointers.pack_into, buffer, place, _picker(indices)))
             for tiles in launch.tensor_maps:
                 place = (params.dtype.fields or {})[f"{stand_ins.name_of(tiles.pointer)}_map"][1]
                 index = self._index(stand_ins, tiles.pointer)
-                patches.append(_Patch(_writer_of(tiles), buffer, place, itemgetter(slice(index, index + 1))))
+                patches.append(_Patch(_writer_of(tiles), buffer, place, _picker([index])))
             self._bound.append((threading.Lock(), patches, launch.kernel.bind(launch.grid, launch.block, params)))
 
     def _index(self, stand_ins: StandIns, address: int) -> int:

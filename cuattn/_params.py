@@ -17,6 +17,7 @@ _AXES = {
     **dict.fromkeys(("q", "out"), ("batch", "token", "head")),
     **dict.fromkeys(("k", "v", "k_norms", "v_norms"), ("page", "token", "head")),
     "page_table": ("batch", "page"),
+    "tree_mask": ("batch", "token", "key"),
 }
 
 
@@ -83,6 +84,10 @@ DECODE = _struct(
     split_size=_I32,
     batch=_I32,
     reserved=_I32,
+    tree_mask=_POINTER,
+    tree_mask_stride_batch=_I64,
+    tree_mask_stride_token=_I64,
+    tree_mask_stride_key=_I64,
 )
 
 MERGE = _struct(
@@ -295,9 +300,11 @@ APPEND = _struct(
 
 
 def strides(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Return the strides, in bytes, that the kernels of attention take of arrays; zeros where one is None."""
+    """Return the strides, in bytes, that the kernels of attention take of these arrays; zeros where one is None."""
     values: dict[str, int] = {}
     for name, axes in _AXES.items():
+        if name not in arrays:
+            continue
         array = arrays[name]
         found = (0,) * len(axes) if array is None else array.strides
         values.update((f"{name}_stride_{axis}", stride) for axis, stride in zip(axes, found, strict=False))

@@ -21,7 +21,7 @@ from ._cache import Cache
 # Arrays of a call; those after "out" are not the caller's.
 ARRAYS = (
     "q", "k_cache", "k_cache_norms", "k_cache_mean", "v_cache", "v_cache_norms", "v_cache_mean", "page_table", "k_sink",
-    "v_sink", "k_recent", "v_recent", "sinks", "kv_len", "out", "lse", "parts", "states", "shares",
+    "v_sink", "k_recent", "v_recent", "tree_mask", "sinks", "kv_len", "out", "lse", "parts", "states", "shares",
 )  # fmt: skip
 _SINKS, _KV_LEN, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "out"))
 
@@ -150,6 +150,7 @@ def _params_of(
         "q": call.q, "k": k.rows, "v": v.rows, "k_norms": k.norms, "v_norms": v.norms, "k_mean": k.mean,
         "v_mean": v.mean, "out": out, "lse": lse, "out_partial": parts, "state_partial": states, "kv_len": kv_len,
         "page_table": segment.page_table, "sinks": sinks, "shares": shares,
+        "tree_mask": call.tree_mask,
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     values |= _params.strides(arrays)
@@ -167,7 +168,10 @@ def arrays_of(call: _check.DecodeCall) -> list[Array | None]:
     k, v = call.k_cache, call.v_cache
     kept = (*(call.sink or (None, None)), *(call.recent or (None, None)))
     lengths = call.kv_len if _arrays.is_gpu(call.kv_len) else None
-    return [q, k.rows, k.norms, k.mean, v.rows, v.norms, v.mean, call.page_table, *kept, call.sinks, lengths, out]
+    return [
+        q, k.rows, k.norms, k.mean, v.rows, v.norms, v.mean, call.page_table, *kept, call.tree_mask, call.sinks,
+        lengths, out,
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,7 @@ class DecodeLaunches:
             page_table=made.of("page_table", call.page_table),
             sink=pair("sink", call.sink),
             recent=pair("recent", call.recent),
+            tree_mask=made.of("tree_mask", call.tree_mask),
             out=made.of("out", call.out),
         )
         with cupy.cuda.Device(ordinal):

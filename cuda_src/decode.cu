@@ -57,6 +57,7 @@ struct Smem {
   };
   alignas(128) u8 q[ROWS * QTile::ROW_BYTES];
   float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K is in a rotated domain
+  u32 tree[ROWS];
   float m[cfg::NUM_WARPS][ROWS];
   float l[cfg::NUM_WARPS][ROWS];
 };
@@ -232,7 +233,7 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
     if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
     DecodeFloats<Kv, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::add_visible(o, p[0], tile, lane, [&](int row, int key) {
       const KeyRange keys = w.keys(params, row);
-      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end);
+      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end) && !w.tree_hides(params, row, key0 + key);
     });
     return true;
   } else {
@@ -251,7 +252,7 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
                 row < 8 ? p[0][i][n][c] : p[0][i][n][c + 2];  // of rows g and g + 8, the same query in lanes of one t
             const float weight = __shfl_sync(FULL_MASK, held, row % 8 * 4 + t);
             const int key = i * 16 + tile_row(row);
-            if (key < lo || key >= hi) continue;
+            if (key < lo || key >= hi || w.tree_hides(params, n * 8 + 2 * t + c, key0 + key)) continue;
 #pragma unroll
             for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
               o[n][mb][c] += weight * Kv::value(tile, key, Kv::dim(mb, g, 0));
@@ -305,12 +306,14 @@ struct ScoreScale {
 template <class Hide>
 __device__ __forceinline__ void for_hidden(const DecodeParams& p, const Work& w, int n, int c, int key0, int lane,
                                            Hide hide) {
-  const KeyRange keys = w.keys(p, n * 8 + lane % 4 * 2 + c);
+  const int row = n * 8 + lane % 4 * 2 + c;
+  const KeyRange keys = w.keys(p, row);
   const int first = key0 + tile_row(lane / 4), lo = keys.lo - first, hi = min(keys.hi, w.end) - first;
+  const auto is_hidden = [&](int key) { return key < lo || key >= hi || w.tree_hides(p, row, first + key); };
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
-    if (i * 16 < lo || i * 16 >= hi) hide(i, c);
-    if (i * 16 + 8 < lo || i * 16 + 8 >= hi) hide(i, c + 2);
+    if (is_hidden(i * 16)) hide(i, c);
+    if (is_hidden(i * 16 + 8)) hide(i, c + 2);
   }
 }
 
@@ -446,7 +449,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
     return p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM;
   };
   KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, ROWS, row_of_q, query_part);
-  __syncthreads();  // q is in shared memory, and the table
+  w.tree = sm.tree;
+  if (p.tree_mask != nullptr && threadIdx.x < ROWS) sm.tree[threadIdx.x] = w.read_tree(p, threadIdx.x);
+  __syncthreads();  // q is in shared memory, the table, and the tree
   QueryFragments queries;
   queries.keep(sm.q, lane);
   const ScoreScale held_scores(p, sm, lane);
@@ -456,7 +461,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const u32 v_norms_place = SAME<K, V> ? k_norms_place : held(TileNorms<V>::place(lane));
 
   // Steps inside these bounds need no mask: every row of the CTA sees all their keys.
-  const auto full_range = [&] { return KeyRange{w.keys(p, w.num_rows - 1).lo, min(w.keys(p, 0).hi, w.end)}; };
+  const auto full_range = [&] {
+    return KeyRange{w.keys(p, w.num_rows - 1).lo, min(min(w.keys(p, 0).hi, w.end), w.tree_begin(p))};
+  };
   const KeyRange held_full = full_range();
 
   softmax::ColumnState<cfg::ROW_TILES> state;
@@ -546,7 +553,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       }
       scale.update(weights, grew, multiply_o);
     }
-    const bool may_show = IN_FLOATS || (masked && p.seqlen_q > 1);
+    const bool may_show = IN_FLOATS || (masked && (p.seqlen_q > 1 || p.tree_mask != nullptr));
     if (!may_show || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
       multiply_v<V>(o, weights, tile, value_lane, lane);
     }

@@ -189,6 +189,8 @@ class Problem(_Call):
         Rows of elements have the dtype, whichever of the first two stands here.
     means : bool
         Whether K and V have channels with an offset each, which rows in TBQ4 are stored without.
+    tree : bool
+        Whether the query tokens are branches of a tree, each of which sees its ancestors and itself.
     num_sink, num_recent : int
         First tokens and slots of the ring of newest tokens that are kept in 16 bits; their rows in the caches are
         unused.
@@ -213,6 +215,7 @@ class Problem(_Call):
     means: bool = False
     num_sink: int = 0
     num_recent: int = 0
+    tree: bool = False
 
     @property
     def seqlens(self) -> tuple[tuple[int, int], ...]:
@@ -265,7 +268,21 @@ class Problem(_Call):
         options = self._masks()
         if self.page_size is not None:
             options["page_table"] = self._page_table()[0]
+        if self.tree:
+            options["tree_mask"] = self._tree_mask()
         return options | self._kept()
+
+    def _tree_mask(self) -> np.ndarray:
+        """Return which tokens see which, of a random tree for each sequence; a view with a stride of its own."""
+        rng = np.random.default_rng([self.seed, len(self.kv_len), 3])
+        mask = np.zeros((len(self.kv_len), self.seqlen_q, 2 * self.seqlen_q), bool)[..., ::2]
+        for of_sequence in mask:
+            for token in range(self.seqlen_q):
+                parent = int(rng.integers(-1, token)) if token else -1
+                if parent >= 0:
+                    of_sequence[token] = of_sequence[parent]
+                of_sequence[token, token] = True
+        return mask
 
 
 def _sequences(x: Any, rows: slice, capacity: int) -> Any:
@@ -282,7 +299,7 @@ def only(problem: Problem, sequence: int, capacity: int) -> tuple[tuple[Any, ...
     rows = slice(sequence, sequence + 1)
     q, k_cache, v_cache, kv_len = problem.arrays()
     options = problem.options()
-    for name in options.keys() & {"k_sink", "v_sink", "k_recent", "v_recent"}:
+    for name in options.keys() & {"k_sink", "v_sink", "k_recent", "v_recent", "tree_mask"}:
         options[name] = options[name][rows]
     if problem.page_size is None:
         k_cache, v_cache = (_sequences(x, rows, capacity) for x in (k_cache, v_cache))
@@ -335,6 +352,7 @@ def problems(
     means: Sequence[bool] = (False,),
     nums_sink: Sequence[int] = (0,),
     nums_recent: Sequence[int] = (0,),
+    trees: Sequence[bool] = (False,),
 ) -> st.SearchStrategy[Problem]:
     """Draw a `Problem`; every argument restricts one of its fields."""
     return st.builds(
@@ -357,6 +375,7 @@ def problems(
         means=st.sampled_from(means),
         num_sink=st.sampled_from(nums_sink),
         num_recent=st.sampled_from(nums_recent),
+        tree=st.sampled_from(trees),
         seed=st.integers(0, 2**32 - 1),
     )
 

@@ -11,11 +11,13 @@ from cuattn._check import cache as check_cache
 from cuattn._check.arguments import (
     flag,
     integer,
+    require_dtype,
     require_head_dim,
     require_one_place,
     require_out,
     require_rank,
     require_rows,
+    require_shape,
     require_sinks,
     scale_and_cap,
     window_of,
@@ -40,6 +42,7 @@ class DecodeCall:
     sinks : array, shape (num_qo_heads,), float, or None
     window : tuple of int
         Left and right, -1 for unbounded; not yet narrowed by `causal`.
+    tree_mask : array, shape (batch, seqlen_q, seqlen_q), uint8 or bool, or None
     causal, softcap, softmax_scale, num_splits, split_size, balance
         As in `decode`; `softcap` 0 means none.
     one_token : bool
@@ -66,6 +69,7 @@ class DecodeCall:
     recent: tuple[Array, Array] | None = None
     split_size: int | None = None
     balance: bool = False
+    tree_mask: Array | None = None
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -127,6 +131,7 @@ def decode(
     page_table: Array | None = None,
     causal: object = True,
     window: object = None,
+    tree_mask: Array | None = None,
     softcap: object = None,
     sinks: Array | None = None,
     softmax_scale: object = None,
@@ -148,7 +153,7 @@ def decode(
     keys, values = check_cache.taken("k_cache", k_cache), check_cache.taken("v_cache", v_cache)
     given = {
         "page_table": page_table, "sinks": sinks, "out": out, "k_sink": k_sink, "v_sink": v_sink,
-        "k_recent": k_recent, "v_recent": v_recent,
+        "k_recent": k_recent, "v_recent": v_recent, "tree_mask": tree_mask,
     }  # fmt: skip
     arrays: dict[str, Array | None] = {
         "q": as_array("q", q),
@@ -157,7 +162,7 @@ def decode(
         **{name: None if x is None else as_array(name, x) for name, x in given.items()},
     }
     require_one_place(arrays)
-    q, out, page_table, sinks = (arrays[name] for name in ("q", "out", "page_table", "sinks"))
+    q, out, page_table, sinks, tree_mask = (arrays[name] for name in ("q", "out", "page_table", "sinks", "tree_mask"))
     _queries(q, keys, values, for_kernel=is_gpu(q) or not contents)
     batch, num_qo_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     check_cache.caches(keys, values, q, paged=page_table is not None)
@@ -175,6 +180,10 @@ def decode(
         check_cache.page_table(page_table, lengths, keys, sink=sink, recent=recent, contents=contents)
     if sinks is not None:
         require_sinks(sinks, num_qo_heads, dtype_name(q))
+    if tree_mask is not None:
+        seqlen_q = 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004
+        require_shape("tree_mask", tree_mask, (batch, seqlen_q, seqlen_q), "batch and query tokens, twice, as in q")
+        require_dtype("tree_mask", tree_mask, ("bool", "uint8"))
     if out is not None:
         require_out(out, q.shape, (dtype_name(q),), "the shape of q")
     scale, cap = scale_and_cap(softmax_scale, softcap, head_dim)
@@ -207,4 +216,5 @@ def decode(
         recent=recent,
         split_size=split_size,
         balance=balance,
+        tree_mask=tree_mask,
     )

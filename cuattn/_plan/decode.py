@@ -124,13 +124,14 @@ class DecodeConfig:
     def smem_bytes(self) -> int:
         """``sizeof(Smem)`` in decode.cu, which asserts it.
 
-        What lies below the table; the table of levels and the other rings (later o); q with a scale and a bias a row;
+        What lies below the table; the table of levels and the other rings (later o); q with a scale, a bias and what
+        its token sees of a tree a row;
         m and l of a warp.
         """
         loop = self.table_bytes + (self.num_warps - self.warps_below) * self._ring_bytes
         padding = self.head_dim // 8 if self.v_format is KvFormat.TBQ4 else 0
         o = self.num_warps * self.rows * (self.head_dim + padding + 4) * 4
-        q = self.rows * (self.head_dim * self.dtype.itemsize + 2 * 4)
+        q = self.rows * (self.head_dim * self.dtype.itemsize + 3 * 4)
         above = align(align(max(loop, o), 128) + q + 2 * self.num_warps * self.rows * 4, 128)
         return self.lead_bytes + above
 

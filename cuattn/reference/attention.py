@@ -64,9 +64,11 @@ def _attend_exactly(q: Array, parts: list[Part], options: Options) -> tuple[Arra
         heads = slice(kv_head * group, (kv_head + 1) * group)
         queries, keys, values = q[:, heads].astype(options.dtype), k[:, kv_head], v[:, kv_head]
         for query in range(seqlen_q):
-            # A slice of what is visible, rather than a mask: zero times a hidden NaN would be NaN.
+            # A choice of what is visible, rather than a mask: zero times a hidden NaN would be NaN.
             start, stop = visible_keys(query, seqlen_q, kv_len, causal=options.causal, window=options.window)
-            scores = queries[query] @ keys[start:stop].T * options.scale(head_dim)
+            visible = np.arange(start, stop)
+            visible = visible[options.tree_of(range(query, query + 1), visible, seqlen_q, kv_len)[0]]
+            scores = queries[query] @ keys[visible].T * options.scale(head_dim)
             if options.softcap is not None:
                 scores = options.softcap * np.tanh(scores / options.softcap)
             scores = np.concatenate([scores, sinks[heads, None]], axis=1)
@@ -74,7 +76,7 @@ def _attend_exactly(q: Array, parts: list[Part], options: Options) -> tuple[Arra
             weights = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
             total = weights.sum(axis=1, keepdims=True)
             # The sink is the last weight; its value is zero, so it stands in the total only.
-            out[query, heads] = weights[:, :-1] @ values[start:stop] / np.where(total == 0, 1, total)
+            out[query, heads] = weights[:, :-1] @ values[visible] / np.where(total == 0, 1, total)
             lse[query, heads] = (largest + np.log(total))[:, 0]
     return out, lse
 
@@ -240,6 +242,7 @@ def decode(
     page_table: Array | None = None,
     causal: bool = True,
     window: Window = None,
+    tree_mask: Array | None = None,
     softcap: float | None = None,
     sinks: npt.ArrayLike | None = None,
     softmax_scale: float | None = None,
@@ -272,6 +275,9 @@ def decode(
         ``kv_len`` are never read.
     causal : bool, default True
         Query i of ``seqlen_q`` sees tokens up to ``kv_len - seqlen_q + i``.
+    tree_mask : ndarray, shape (batch, seqlen_q, seqlen_q), optional
+        Zero where query i does not see the token at position ``kv_len - seqlen_q + j``, which the other masks may hide,
+        too.
     window, softcap, sinks, softmax_scale
         As in `attention`.
     num_splits, split_size, balance : optional
@@ -292,7 +298,7 @@ def decode(
     lse : ndarray, shape of `q` without head_dim
         As in `attention`. Only if `return_lse`.
     """
-    options = Options(causal, window, softcap, sinks, softmax_scale, dtype)
+    options = Options(causal, window, softcap, sinks, softmax_scale, dtype, tree_mask=tree_mask)
     return decode_each(
         _attend_exactly,
         q,

@@ -1,5 +1,6 @@
 """Attention in NumPy with the roundings of a GPU kernel: the yardstick of the error law."""
 
+from collections.abc import Callable
 from functools import reduce
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 from cuattn.reference.attention import decode_each, visible_keys
 from cuattn.reference.merge import SoftmaxState
 from cuattn.reference.products import scores, weighted_sums
-from cuattn.reference.sequences import Array, Cache, Kept, Options, Part, Window, attend_each
+from cuattn.reference.sequences import Array, Cache, Kept, Options, Part, Window, attend_each, chosen
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -20,12 +21,18 @@ def _base(m: Array) -> Array:
     return np.where(np.isneginf(m), 0, m)
 
 
-def _attend_part(rows: Array, part: Part, kv_head: int, ranges: Array, options: Options) -> SoftmaxState:
+def _attend_part(
+    rows: Array, part: Part, kv_head: int, ranges: Array, *, options: Options, tree_of: Callable[[Array], Array]
+) -> SoftmaxState:
     """Attend from query rows of one KV head to what they see of a part; scores in base-2 units."""
     start, stop = int(ranges[:, 0].min()), int(ranges[:, 1].max())
     k, v = part.of_head(kv_head, start, stop)
     keys = max(start, part.start) + np.arange(len(k))
-    visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
+    visible = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:]) & tree_of(keys)
+    if options.tree_mask is not None and not part.has_finite_values:
+        # Keys that the tree hides from a single query, whose values count no more than others that are hidden.
+        seen = np.asarray(visible.any(axis=0))
+        k, v, visible = chosen(k, seen), chosen(v, seen), visible[:, seen]
     scale = options.scale(rows.shape[-1])
     x = scores(rows, k, expanded=options.expanded)
     if options.softcap is None:
@@ -70,10 +77,16 @@ def attend_rounded(q: Array, parts: list[Part], options: Options) -> tuple[Array
             group,
             axis=0,
         )
+
+        def tree_of(keys: Array, queries: range = queries) -> Array:
+            return np.repeat(options.tree_of(queries, keys, seqlen_q, kv_len), group, axis=0)
+
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             rows = q[first : first + step, heads].reshape(-1, head_dim)
-            state = reduce(_join, (_attend_part(rows, part, kv_head, ranges, options) for part in parts))
+            state = reduce(
+                _join, (_attend_part(rows, part, kv_head, ranges, options=options, tree_of=tree_of) for part in parts)
+            )
             sink = np.tile(sinks[heads], len(queries))
             with_sink = np.maximum(state.m, sink)
             base = _base(with_sink)
@@ -146,6 +159,7 @@ def decode_same_precision(
     page_table: Array | None = None,
     causal: bool = True,
     window: Window = None,
+    tree_mask: Array | None = None,
     softcap: float | None = None,
     sinks: npt.ArrayLike | None = None,
     softmax_scale: float | None = None,
@@ -166,8 +180,8 @@ def decode_same_precision(
     ----------
     q, k_cache, v_cache : ndarray, float16, bfloat16 or float32
         Shapes as in `decode`; the caches may be rows in TBQ4 beside q in 16 bits.
-    kv_len, page_table, causal, window, softcap, sinks, softmax_scale, num_splits, k_sink, v_sink, k_recent, v_recent, \
-return_lse, out
+    kv_len, page_table, causal, window, tree_mask, softcap, sinks, softmax_scale, num_splits, k_sink, v_sink, \
+k_recent, v_recent, return_lse, out
         As in `decode`.
 
     Returns
@@ -177,7 +191,9 @@ return_lse, out
     lse : ndarray, float32
         Shape as in `decode`. Only if `return_lse`.
     """
-    options = Options(causal, window, softcap, sinks, softmax_scale, dtype=q.dtype, rounded=True)
+    options = Options(
+        causal, window, softcap, sinks, softmax_scale, dtype=q.dtype, rounded=True, tree_mask=tree_mask
+    )  # fmt: skip
     return decode_each(
         attend_rounded,
         q,

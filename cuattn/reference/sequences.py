@@ -1,7 +1,7 @@
 """What each sequence of a call reads: rows of K and V, gathered from whatever holds them, and no other row."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -20,7 +20,8 @@ class Options:
     """What turns scores into weights, the same for every sequence of a call.
 
     With `rounded`, as a kernel rounds; with `expanded`, rows in TBQ4 are float16 before they are multiplied, as in the
-    tiles of prefill, while decode multiplies levels, and scores and weights by norms.
+    tiles of prefill, while decode multiplies levels, and scores and weights by norms. `tree_mask` is that of `decode`,
+    or of one sequence in a call of `Attend`.
     """
 
     causal: bool
@@ -31,6 +32,7 @@ class Options:
     dtype: npt.DTypeLike = np.float64
     rounded: bool = False
     expanded: bool = False
+    tree_mask: npt.ArrayLike | None = None
 
     @property
     def lse_dtype(self) -> npt.DTypeLike:
@@ -40,6 +42,15 @@ class Options:
     def scale(self, head_dim: int) -> float:
         """Return `softmax_scale`, by default ``head_dim ** -0.5``."""
         return float(head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale)
+
+    def tree_of(self, queries: range, keys: Array, seqlen_q: int, kv_len: int) -> Array:
+        """Return ``[queries, keys]``: whether the tree of a sequence lets a query see the key at each position."""
+        column = keys - (kv_len - seqlen_q)
+        if self.tree_mask is None:
+            return np.ones((len(queries), len(keys)), bool)
+        rows = np.asarray(self.tree_mask)[queries.start : queries.stop]
+        seen: Array = (column < 0) | rows[:, np.clip(column, 0, seqlen_q - 1)]
+        return seen
 
     def sink_of_each_head(self, num_qo_heads: int, dtype: npt.DTypeLike) -> Array:
         """Return one sink per query head, -inf for none."""
@@ -83,6 +94,11 @@ def _of_head(rows: Rows, tokens: slice, kv_head: int) -> Rows:
         return rows[tokens, kv_head]
     mean = None if rows.mean is None else rows.mean[kv_head]
     return Tbq4Rows(rows.codes[tokens, kv_head], rows.norms[tokens, kv_head], mean)
+
+
+def chosen(rows: Rows, keys: Array) -> Rows:
+    """Return some rows of one KV head."""
+    return Tbq4Rows(rows.codes[keys], rows.norms[keys], rows.mean) if isinstance(rows, Tbq4Rows) else rows[keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,5 +246,6 @@ def attend_each(
         if kept.recent is not None:
             slots = np.arange(stop, length) % kept.recent[0].shape[1]
             parts.append(Part(stop, *(x[sequence, slots] for x in kept.recent)))
-        out[rows], lse[rows] = attend(q[rows], parts, options)
+        tree_mask = None if options.tree_mask is None else np.asarray(options.tree_mask)[sequence] != 0
+        out[rows], lse[rows] = attend(q[rows], parts, replace(options, tree_mask=tree_mask))
     return out, lse

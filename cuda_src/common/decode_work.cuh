@@ -12,6 +12,7 @@ struct Work {
   int batch, kv_head, split;  // the first KV head
   int num_splits;             // of this sequence
   int part;                   // index of this split's results among those of all
+  const u32* tree;            // [ROWS], in shared memory: what read_tree gives; where there is a tree
   int row0, num_rows;         // rows of this CTA, of each KV head: row0 .. row0 + num_rows - 1
   int kv_len;                 // clamped to the capacity of the page table
   int first;                  // no row sees a key before it
@@ -45,6 +46,23 @@ struct Work {
   __device__ __forceinline__ KeyRange keys(const DecodeParams& p, int row) const {
     // The rows that pad a tile see what the last one sees.
     return keys_of_token(p, token(p, min(in_head(row), num_rows - 1)), kv_len);
+  }
+  // The first key that a tree of tokens may hide from some of them.
+  __device__ __forceinline__ int tree_begin(const DecodeParams& p) const {
+    return p.tree_mask == nullptr ? kv_len : kv_len - p.seqlen_q;
+  }
+  // Whether the tree hides one of the keys of `row` from it.
+  __device__ __forceinline__ bool tree_hides(const DecodeParams& p, int row, int key) const {
+    const int place = key - (kv_len - p.seqlen_q);
+    return p.tree_mask != nullptr && place >= 0 && (tree[row] >> place & 1) == 0;
+  }
+  // Of the last seqlen_q keys, which the token of `row` sees in its tree.
+  __device__ __forceinline__ u32 read_tree(const DecodeParams& p, int row) const {
+    const int of_row = token(p, min(in_head(row), num_rows - 1));
+    const u8* mask = p.tree_mask + batch * p.tree_mask_stride_batch + of_row * p.tree_mask_stride_token;
+    u32 seen = 0;
+    for (int i = 0; i < p.seqlen_q; ++i) seen |= static_cast<u32>(mask[i * p.tree_mask_stride_key] != 0) << i;
+    return seen;
   }
 };
 

@@ -66,6 +66,10 @@ struct DecodeParams {
   int split_size;            // tokens of a split, at whose multiples sequences are cut; 0: num_splits even ones
   int batch;
   int reserved;
+  const u8* tree_mask;  // [batch, seqlen_q, seqlen_q]: which of the last seqlen_q keys a token sees; null: all
+  i64 tree_mask_stride_batch;
+  i64 tree_mask_stride_token;
+  i64 tree_mask_stride_key;
 };
 
 struct MergeParams {

@@ -235,6 +235,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "page_table": None,
                 "causal": True,
                 "window": None,
+                "tree_mask": None,
                 "softcap": None,
                 "sinks": None,
                 "softmax_scale": None,

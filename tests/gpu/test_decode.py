@@ -553,6 +553,19 @@ def test_splits_of_a_given_size_make_the_bits_of_a_sequence_its_own(
             assert_same_bits(got, (out[sequence : sequence + 1], lse[sequence : sequence + 1]), (sequence, capacity))
 
 
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4, 7, 16])
+def test_any_tree_of_tokens_obeys_the_error_law(seqlen_q: int, dtype: str) -> None:
+    for kv_len in ((0, seqlen_q - 1, seqlen_q, 700), (128, 131, 4096, 4097)):
+        for group in (1, 6):
+            problem = Problem(kv_len=kv_len, seqlen_q=seqlen_q, num_kv_heads=2, group=group, dtype=dtype, page_size=16,
+                              tree=True, values="late_max", seed=seqlen_q)  # fmt: skip
+            check(problem)
+            check(problem, num_splits=3)
+            if dtype != "float32":
+                check(replace(problem, k_format="tbq4", v_format="tbq4", num_recent=5))
+
+
 @pytest.mark.parametrize("formats", [{}, {"k_format": "tbq4", "v_format": "tbq4"}], ids=["16", "4"])
 @both_layouts
 def test_parts_that_follow_the_lengths_obey_the_error_law(problem: Problem, formats: dict[str, Any]) -> None:

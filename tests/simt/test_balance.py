@@ -35,7 +35,7 @@ def decoded(problem: Problem, **choices: Any) -> None:
     device=st.sampled_from((SMALL, product.H200)),
     seed=st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 def test_any_lengths_obey_the_error_law(problem: Problem, device: _plan.Device, seed: int) -> None:
     decoded(problem, device=device, seed=seed)
 
@@ -82,7 +82,7 @@ def assert_shares(kv_len: tuple[int, ...], device: _plan.Device, **choices: Any)
 
 
 @given(kv_len=st.lists(st.integers(0, 2000), min_size=2, max_size=40), num_sms=st.sampled_from((1, 3, 20, 132)))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None)
 def test_no_part_is_longer_than_it_must_be(kv_len: list[int], num_sms: int) -> None:
     assert_shares((*kv_len, 400), replace(product.H200, num_sms=num_sms))
 

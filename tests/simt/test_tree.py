@@ -24,7 +24,7 @@ BASE = Problem(kv_len=(70, 131), seqlen_q=6, num_kv_heads=2, group=3, tree=True)
     num_splits=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 def test_any_tree_obeys_the_error_law(problem: Problem, num_splits: int, seed: int) -> None:
     assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=seed))
 

@@ -80,6 +80,10 @@ DECODE = _struct(
     softcap_log2=_F32,
     scale_over_softcap=_F32,
     reserved=_I32,
+    k_scales=_POINTER,
+    v_scales=_POINTER,
+    k_scale=_F32,
+    v_scale=_F32,
 )
 
 MERGE = _struct(
@@ -270,6 +274,9 @@ APPEND_SIDE = _struct(
     recent_stride_batch=_I64,
     recent_stride_token=_I64,
     recent_stride_head=_I64,
+    scales=_POINTER,
+    scale=_F32,
+    reserved=_I32,
 )
 
 APPEND = _struct(

@@ -136,6 +136,8 @@ def _params_of(
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     values |= _params.strides(arrays)
+    for name, scale in (("k_scale", k.scale), ("v_scale", v.scale)):
+        values |= {name: scale} if isinstance(scale, float) else {f"{name}s": _arrays.pointer(scale)}
     # From a step of a warp to its next one.
     for name in ("k", "v", "k_norms", "v_norms"):
         values[f"{name}_stride_step"] = values[f"{name}_stride_token"] * segment.plan.config.keys_per_step

@@ -79,8 +79,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "command", nargs="?", default="decode",
-        choices=("decode", "tbq4", "prefill", "splits", "tiles", "first-use", "readme", "plot", "compare"),
-        help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; prefill:"
+        choices=("decode", "tbq4", "fp8", "prefill", "splits", "tiles", "first-use", "readme", "plot", "compare"),
+        help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; fp8: decode"
+        " on caches in fp8, and its equal in 16 bits; prefill:"
         " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
         " tiles: decode with other tiles; first-use: the first call of this process, as JSON (decode runs it); readme:"
         " write README's tables from the newest records, without GPU; plot: draw pictures from them, without GPU;"
@@ -109,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.tiles is None:
-        options.tiles = cases.DEFAULT_TILES["raw16" if options.kv == "raw16" else "tbq4"]
+        options.tiles = cases.DEFAULT_TILES[next((name for name in ("tbq4", "fp8") if name in options.kv), "raw16")]
     if options.kv != "raw16" and options.command not in ("splits", "tiles"):
         parser.error(f"--kv is for splits and tiles, not for {options.command}")
     wanted = 2 if options.command == "compare" else 0
@@ -132,10 +133,11 @@ def without_gpu(options: argparse.Namespace) -> list[str]:
 
 
 def sweep_cases(options: argparse.Namespace) -> list[DecodeCase]:
-    """Return the cases of `splits` and `tiles`: those of `decode`, or those of `tbq4` with other caches."""
+    """Return the cases of `splits` and `tiles`: those of `decode`, or those of `tbq4` or `fp8` with other caches."""
     if options.kv == "raw16":
         return cases.decode_cases(options.dtype, options.page_size)
-    plain = [case for case in cases.tbq4_cases(options.dtype, options.page_size) if case.formats == "raw16"]
+    of_topic = cases.tbq4_cases if "tbq4" in options.kv else cases.fp8_cases
+    plain = [case for case in of_topic(options.dtype, options.page_size) if case.formats == "raw16"]
     return [replace(case, formats=options.kv) for case in plain]
 
 
@@ -155,6 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "tbq4":
             tbq4.measure(run)
+        elif options.command == "fp8":
+            all_cases = cases.fp8_cases(options.dtype, options.page_size)
+            run.decode(run.selected("decode", all_cases), lambda _: [Variant()])
         elif options.command == "prefill":
             prefill.measure(run)
         elif options.command == "decode":

@@ -26,13 +26,23 @@ CONTEXTS = (8192, 32768, 131072)
 # Where the GPU has next to nothing to do.
 TINY_CONTEXT = 256
 
-RAW16, TBQ4 = _plan.KvFormat.RAW16, _plan.KvFormat.TBQ4
+RAW16, TBQ4, FP8 = _plan.KvFormat.RAW16, _plan.KvFormat.TBQ4, _plan.KvFormat.FP8
 FORMATS = {"raw16": (RAW16, RAW16), "tbq4": (TBQ4, TBQ4), "raw16/tbq4": (RAW16, TBQ4), "tbq4/raw16": (TBQ4, RAW16)}
+TBQ4_VARIANTS = tuple(formats for formats in FORMATS if "/" in formats)
+FORMATS |= {
+    "fp8": (FP8, FP8), "fp8/raw16": (FP8, RAW16), "raw16/fp8": (RAW16, FP8), "fp8/tbq4": (FP8, TBQ4),
+    "tbq4/fp8": (TBQ4, FP8),
+}  # fmt: skip
+FP8_VARIANTS = tuple(formats for formats in FORMATS if "/" in formats and "fp8" in formats)
 # Sequences and tokens with caches in TBQ4: one of every length, and batches whose caches have 277 and 554 MB.
 TBQ4_SIZES = (
     *((1, kv_len) for kv_len in (8192, 16384, 32768, 131072, 262144)),
     *((batch, size // batch) for batch in (4, 16, 64) for size in (262144, 524288)),
 )
+# Sequences and tokens with caches in fp8: of 17 MB, and of 268 and 537 MB in one sequence or several.
+FP8_SIZES = ((1, 8192), (1, 32768), (1, 131072), (1, 262144), (4, 65536), (16, 16384))
+# What normal rows are divided by on their way to fp8; far from its ends.
+FP8_SCALE = 2.0**-5
 HEADLINE = (1, 262144, 24, 4, 256)
 # First and newest tokens that the headline keeps in 16 bits.
 KEPT = (4, 128)
@@ -90,6 +100,21 @@ DEFAULT_TILES = {
             *(Tile(32, stages, 4) for stages in (4, 6)),
         ),
     },
+    # As in 16 bits, of twice as many keys; and more warps, as there is more to do for each byte.
+    "fp8": {
+        128: (
+            *(Tile(16, stages, 4) for stages in (6, 8, 12)),
+            *(Tile(16, stages, 8) for stages in (4, 6, 8)),
+            *(Tile(32, stages, 4) for stages in (3, 4, 6, 8)),
+            *(Tile(32, stages, 8) for stages in (2, 3, 4)),
+        ),
+        256: (
+            *(Tile(16, stages, 4) for stages in (4, 6, 8)),
+            *(Tile(16, stages, 8) for stages in (2, 3, 4)),
+            *(Tile(32, stages, 4) for stages in (2, 3, 4)),
+            *(Tile(32, stages, 8) for stages in (2, 3)),
+        ),
+    },
 }
 
 
@@ -105,8 +130,8 @@ class DecodeCase:
     page_size : int, optional
         None for dense caches; the pages of paged ones are shuffled.
     seqlen_q : int
-    formats : {"raw16", "tbq4", "raw16/tbq4", "tbq4/raw16"}
-        Of the caches; K before V where they differ.
+    formats : str
+        Of the caches, one of `FORMATS`; K before V where they differ.
     num_sink, num_recent : int
         First and newest tokens that are kept in 16 bits beside dense caches.
     """
@@ -178,7 +203,7 @@ class DecodeCase:
         """Bytes of the rows of K, their norms, the rows of V and their norms, as they lie one after the other."""
         elements = math.prod(self.cache_shape)
         norms = elements // _tbq4.block_of(self.head_dim) * _tbq4.NORM_BYTES if "tbq4" in self.formats else 0
-        sizes = {RAW16: (elements * DTYPES[self.dtype].itemsize, 0), TBQ4: (elements // 2, norms)}
+        sizes = {RAW16: (elements * DTYPES[self.dtype].itemsize, 0), TBQ4: (elements // 2, norms), FP8: (elements, 0)}
         k_format, v_format = FORMATS[self.formats]
         return (*sizes[k_format], *sizes[v_format])
 
@@ -222,12 +247,23 @@ def tbq4_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list[De
         for batch, kv_len in TBQ4_SIZES
         for formats in ("tbq4", "raw16")
     ]
-    variants = [replace(headline, formats=formats) for formats in FORMATS if "/" in formats]
+    variants = [replace(headline, formats=formats) for formats in TBQ4_VARIANTS]
     if dtype != "float16":
         variants.append(replace(headline, dtype="float16"))
     if page_size is None:
         variants.append(replace(headline, num_sink=KEPT[0], num_recent=KEPT[1]))
     return cases + variants
+
+
+def fp8_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list[DecodeCase]:
+    """Return decode cases with caches in fp8, each with its equal in 16 bits behind it, and variants of one."""
+    cases = [
+        DecodeCase(batch, kv_len, *heads, dtype, page_size, formats=formats)
+        for heads in reversed(SHAPES)
+        for batch, kv_len in FP8_SIZES
+        for formats in ("fp8", "raw16")
+    ]
+    return cases + [DecodeCase(*HEADLINE, dtype, page_size, formats=formats) for formats in FP8_VARIANTS]
 
 
 def tiny_cases(dtype: str = "bfloat16") -> list[DecodeCase]:

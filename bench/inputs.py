@@ -12,9 +12,9 @@ import numpy as np
 
 import cuattn
 from cuattn import _arrays, _plan, reference
-from cuattn._cache import Planes
+from cuattn._cache import Codes, Planes
 
-from .cases import DTYPES, FORMATS, RAW16, DecodeCase
+from .cases import DTYPES, FORMATS, FP8, FP8_SCALE, RAW16, DecodeCase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,6 +115,8 @@ def random_caches(case: DecodeCase, sets: int) -> list[Array]:
             norms = part[start + num_rows : start + num_rows + num_norms]
             if kv_format is RAW16:
                 normal(elements, DTYPES[case.dtype], seed, out=rows.view(DTYPES[case.dtype]))
+            elif kv_format is FP8:
+                _fill_fp8(rows.reshape(-1, case.head_dim), seed)
             else:
                 _fill_tbq4(rows.reshape(-1, case.head_dim // 2), norms, case.head_dim, seed)
             start, seed = start + num_rows + num_norms, seed + elements
@@ -134,6 +136,15 @@ def _fill_tbq4(codes: Array, norms: Array, head_dim: int, seed: int) -> None:
         x = normal(count * head_dim, np.dtype(np.float16), seed + first * head_dim)
         encoded = cuattn.quantize(x.reshape(count, head_dim))
         codes[rows], norms[rows] = encoded.codes, encoded.norms
+
+
+def _fill_fp8(codes: Array, seed: int) -> None:
+    count, head_dim = codes.shape
+    step = _FILL_CHUNK // head_dim
+    for first in range(0, count, step):
+        rows = codes[first : first + step]
+        x = normal(rows.size, np.dtype(np.float16), seed + first * head_dim)
+        rows[...] = cuattn.quantize_fp8(x.reshape(rows.shape), scale=FP8_SCALE).codes
 
 
 class DecodeInputs:
@@ -171,7 +182,7 @@ class DecodeInputs:
                 self._kept |= {f"k_{name}": k, f"v_{name}": v}
 
     def _caches(self, index: int) -> tuple[Any, Any]:
-        """K and V of a set: arrays, or `Tbq4Array`."""
+        """K and V of a set: arrays, `Tbq4Array` or `Fp8Array`."""
         *axes, head_dim = self.case.cache_shape
         found, start = [], 0
         for kv_format, (num_rows, num_norms) in zip(FORMATS[self.case.formats], _pairs(self.case.planes), strict=True):
@@ -180,6 +191,8 @@ class DecodeInputs:
             start += num_rows + num_norms
             if kv_format is RAW16:
                 found.append(rows.view(DTYPES[self.case.dtype]).reshape(*axes, head_dim))
+            elif kv_format is FP8:
+                found.append(cuattn.Fp8Array(rows.reshape(*axes, head_dim), FP8_SCALE))
             else:
                 found.append(cuattn.Tbq4Array(rows.reshape(*axes, -1), norms.view(np.float16).reshape(*axes, -1)))
         return found[0], found[1]
@@ -248,11 +261,13 @@ class DecodeInputs:
         # than an ulp of the output (tests/tolerance.py).
         return ByReference(parts, DTYPES[case.dtype], ulps=1 if case.formats == "raw16" else 2)
 
-    def _host_rows(self, x: Any, sequence: int, head: int) -> Any:  # noqa: ANN401  an array or a Tbq4Array
+    def _host_rows(self, x: Any, sequence: int, head: int) -> Any:  # noqa: ANN401  an array, or codes
         """Keys or values of one head of one sequence, with axes of length 1 for both."""
         if isinstance(x, cuattn.Tbq4Array):
             codes, norms = (self._host_rows(plane, sequence, head) for plane in (x.codes, x.norms))
             return Planes(codes, norms, None)
+        if isinstance(x, cuattn.Fp8Array):
+            return Codes(self._host_rows(x.codes, sequence, head), x.scale)
         kv_len = self.case.kv_len
         if self._page_table is None:
             rows = to_host(x[sequence, :kv_len, head])
@@ -267,7 +282,8 @@ class DecodeInputs:
         case = self.case
         caches = []
         for side, x in zip("kv", self._caches(0), strict=True):
-            wide = cuattn.dequantize(x, dtype=np.float16) if isinstance(x, cuattn.Tbq4Array) else as_float16(x)
+            coded = isinstance(x, (cuattn.Tbq4Array, cuattn.Fp8Array))
+            wide = cuattn.dequantize(x, dtype=np.float16) if coded else as_float16(x)
             # A copy, as the kept tokens are written into it.
             wide = wide.copy() if case.has_kept and wide is x else wide
             if case.num_sink:

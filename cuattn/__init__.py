@@ -3,6 +3,7 @@
 from . import reference
 from ._append import append
 from ._decode import decode, plan_decode
+from ._fp8 import Fp8Array, quantize_fp8
 from ._merge import merge
 from ._nvrtc import CompileError
 from ._plan import DecodePlan, Device, PrefillPlan, TiledPrefillPlan
@@ -14,6 +15,7 @@ __all__ = [
     "CompileError",
     "DecodePlan",
     "Device",
+    "Fp8Array",
     "PrefillPlan",
     "Tbq4Array",
     "TiledPrefillPlan",
@@ -27,5 +29,6 @@ __all__ = [
     "plan_prefill",
     "prefill",
     "quantize",
+    "quantize_fp8",
     "reference",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Self
@@ -11,10 +11,12 @@ import numpy as np
 
 from . import _arrays, _check, _dispatch, _jit, _params, _plan, reference
 from ._arrays import Array
+from ._cache import Cache
+from ._fp8 import Fp8Array
 from ._quantize import Tbq4Array
 
 # Arrays of a call.
-_OF_SIDE = ("new", "cache", "cache_norms", "cache_mean", "cache.clamped", "sink", "recent")
+_OF_SIDE = ("new", "cache", "cache_norms", "cache_mean", "cache_scales", "cache.clamped", "sink", "recent")
 _ARRAYS = (*(f"{side}_{name}" for side in "kv" for name in _OF_SIDE), "page_table", "kv_len")
 _written = itemgetter(*(_ARRAYS.index(f"{a}_{b}") for a in "kv" for b in ("cache", "cache_norms", "sink", "recent")))
 
@@ -22,8 +24,8 @@ _written = itemgetter(*(_ARRAYS.index(f"{a}_{b}") for a in "kv" for b in ("cache
 def append(
     k_new: Array,
     v_new: Array,
-    k_cache: Array | Tbq4Array,
-    v_cache: Array | Tbq4Array,
+    k_cache: Array | Tbq4Array | Fp8Array,
+    v_cache: Array | Tbq4Array | Fp8Array,
     kv_len: Array,
     *,
     page_table: Array | None = None,
@@ -45,12 +47,13 @@ def append(
         both alike. head_dim is 64, 96, 128, 192, 256 or 512, and of these 64, 128, 256 or 512 for a TBQ4 cache. Rows
         (the last axis) are contiguous and start at multiples of 16 bytes; other axes may have any stride, here and in
         all other arrays.
-    k_cache, v_cache : array or Tbq4Array, shape (num_pages, page_size, num_kv_heads, head_dim)
+    k_cache, v_cache : array, Tbq4Array or Fp8Array, shape (num_pages, page_size, num_kv_heads, head_dim)
         Written where the new tokens belong and nowhere else. Without `page_table` page ``b`` is all of sequence ``b``:
         (batch, capacity, num_kv_heads, head_dim). An array is float16 or bfloat16; values are rounded to nearest, ties
         to even, and infinite if they are too large. In a `Tbq4Array` `mean` is subtracted, rows are encoded, and norms
-        that float16 cannot hold are counted if `clamped` is an array of one int32 on the same device, else not. K and V
-        may differ in format. Rows start at multiples of 16 bytes, those of `codes` too.
+        that float16 cannot hold are counted if `clamped` is an array of one int32 on the same device, else not. In an
+        `Fp8Array` values become codes as those of `quantize_fp8` do with its `scale`, which stays as it is. K and V may
+        differ in format. Rows start at multiples of 16 bytes, those of `codes` too.
     kv_len : array, shape (batch,), int32, or int, or sequence of int
         Valid tokens of each sequence, the new ones included. A GPU array is read by the kernel, so a captured CUDA
         graph follows its contents. Lengths on the host are checked and copied.
@@ -74,7 +77,7 @@ def append(
     See Also
     --------
     decode : attends to what was written.
-    quantize : encodes rows by themselves.
+    quantize, quantize_fp8 : encode rows by themselves.
     cuattn.reference.append : the definition, in NumPy.
 
     Notes
@@ -102,7 +105,8 @@ def append(
         v_new, *_dispatch.parts(v_cache), _dispatch.counter(v_cache), v_sink, v_recent,
         page_table, kv_len,
     ]  # fmt: skip
-    arrays, form, launches = _FORMS.look_up(_ARRAYS, given)
+    scales = (_dispatch.scale_of(k_cache), _dispatch.scale_of(v_cache))
+    arrays, form, launches = _FORMS.look_up(_ARRAYS, given, scales)
     if launches is None or not launches.are_apart(arrays):
         call = _check.append(
             k_new, v_new, k_cache, v_cache, kv_len, page_table=page_table, k_sink=k_sink, v_sink=v_sink,
@@ -125,7 +129,7 @@ def _arrays_of(call: _check.AppendCall) -> list[Array | None]:
     found: list[Array | None] = []
     for side in (call.k, call.v):
         cache = side.cache
-        found += [side.rows, cache.rows, cache.norms, cache.mean, side.clamped, side.sink, side.recent]
+        found += [side.rows, cache.rows, cache.norms, cache.mean, cache.scales, side.clamped, side.sink, side.recent]
     return [*found, call.page_table, call.kv_len if _arrays.is_gpu(call.kv_len) else None]
 
 
@@ -194,6 +198,30 @@ class _AppendLaunches:
         self.launches.run([0, *[0 if x is None else x.data.ptr for x in arrays]])
 
 
+def encode_call(x: Array, target: Fp8Array, full: Callable[..., Array]) -> _check.AppendCall:
+    """Return the call that writes rows, of two to four axes, into all of an `Fp8Array`, as keys and as values.
+
+    `full` is that of the module of the arrays.
+    """
+    rows, codes = (array[(None,) * (4 - array.ndim)] for array in (x, target.codes))
+    scale = target.scale if isinstance(target.scale, float) else _arrays.contiguous(target.scale)
+    cache = Cache(codes, kv_format=_plan.KvFormat.FP8, scale=scale)
+    side = _check.AppendSide(rows, cache, clamped=None, sink=None, recent=None, given=target)
+    batch, tokens = rows.shape[:2]
+    return _check.AppendCall(side, side, full(batch, tokens, np.int32), page_table=None, capacity=tokens)
+
+
+def encode(x: Array, target: Fp8Array) -> None:
+    """Make `encode_call` on a GPU, for its keys alone."""
+    if x.size == 0:
+        return
+    call, ordinal = encode_call(x, target, _arrays.import_cupy().full), x.device.id
+    device, config = _arrays.device(ordinal), append_config(call)
+    grid = (config.grid(call.num_rows, device)[0], 1, 1)
+    threads = (config.num_warps * _plan.WARP, 1, 1)
+    _jit.kernel(config, ordinal, device.arch).launch(grid, threads, append_params(call, call.kv_len))
+
+
 def append_config(call: _check.AppendCall) -> _plan.AppendConfig:
     """Config of append.cu for a checked call."""
     in_dtype, dtype = _plan.Dtype(_arrays.dtype_name(call.k.rows)), _plan.Dtype(call.dtype)
@@ -202,6 +230,8 @@ def append_config(call: _check.AppendCall) -> _plan.AppendConfig:
 
 def _side(side: _check.AppendSide) -> np.void:
     values: dict[str, Any] = {"mean": _arrays.pointer(side.cache.mean), "clamped": _arrays.pointer(side.clamped)}
+    scale = side.cache.scale
+    values |= {"scale": scale} if isinstance(scale, float) else {"scales": _arrays.pointer(scale)}
     for name, array, first in (
         ("rows", side.rows, "batch"), ("cache", side.cache.rows, "page"), ("norms", side.cache.norms, "page"),
         ("sink", side.sink, "batch"), ("recent", side.recent, "batch"),

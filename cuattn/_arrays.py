@@ -13,6 +13,9 @@ from . import _plan
 # A NumPy array, a CuPy array, or any object that speaks DLPack or __cuda_array_interface__.
 Array: TypeAlias = Any
 
+# What messages call one.
+ACCEPTED = "a NumPy array, a CuPy array or a GPU array that speaks DLPack"
+
 # Device types of the DLPack specification: CPU and pinned host memory; CUDA and CUDA managed memory.
 _DLPACK_CPU = (1, 3)
 _DLPACK_CUDA = (2, 13)
@@ -52,6 +55,14 @@ def contiguous(x: Array) -> Array:
     cupy = import_cupy()
     with cupy.cuda.Device(x.device.id):
         return cupy.ascontiguousarray(x)
+
+
+def as_float32(x: Array) -> Array:
+    """Return an array of a GPU as float32, for whichever dtype of 16 bits or more."""
+    cupy = import_cupy()
+    if dtype_name(x) == "bfloat16":  # the upper half of a float32
+        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(cupy.float32, copy=False)
 
 
 def as_array(name: str, x: Array, also: str = "") -> Array:
@@ -99,8 +110,7 @@ def as_array(name: str, x: Array, also: str = "") -> Array:
         ordinal = cupy.cuda.runtime.pointerGetAttributes(address).device if address else cupy.cuda.Device().id
         with cupy.cuda.Device(ordinal):
             return cupy.asarray(x)
-    accepted = f"a NumPy array, a CuPy array or a GPU array that speaks DLPack{also}"
-    msg = f"{name} must be {accepted}, got {type(x).__name__}"
+    msg = f"{name} must be {ACCEPTED}{also}, got {type(x).__name__}"
     raise TypeError(msg)
 
 

@@ -1,4 +1,4 @@
-"""A checked KV cache of either format, as the checks hand it on."""
+"""A checked KV cache of any format, as the checks hand it on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class Planes(NamedTuple):
     mean: Array | None
 
 
+class Codes(NamedTuple):
+    """Rows in fp8, as `Fp8Array` holds them."""
+
+    codes: Array
+    scale: Array | float
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """Keys or values, in pages or dense; dense caches have a page a sequence.
@@ -25,18 +32,21 @@ class Cache:
     Attributes
     ----------
     rows : array, shape (num_pages, page_size, num_kv_heads, head_dim), or with head_dim / 2 codes of uint8
-        Elements, or the codes of rows in TBQ4.
+        Elements, or the codes of rows in TBQ4 or, head_dim of uint8, in fp8.
     norms : array, shape (num_pages, page_size, num_kv_heads, head_dim / block), float16, or None
         None unless the format is TBQ4.
     mean : array, shape (num_kv_heads, head_dim), float32, or None
         Contiguous. Stored rows are without it.
     kv_format : KvFormat
+    scale : array, shape (num_kv_heads,), float32, or float, or None
+        Contiguous. None unless the format is fp8.
     """
 
     rows: Array
     norms: Array | None = None
     mean: Array | None = None
     kv_format: KvFormat = KvFormat.RAW16
+    scale: Array | float | None = None
 
     @classmethod
     def of_elements(cls, rows: Array) -> Self:
@@ -45,9 +55,15 @@ class Cache:
         return cls(rows, kv_format=KvFormat.RAW32 if is_float else KvFormat.RAW16)
 
     def map(self, of: Callable[[str, Array | None], Array | None], name: str) -> Self:
-        """Return a cache of what `of` makes of the arrays, called `name`, with ``_norms`` and ``_mean`` behind."""
+        """Return a cache of what `of` makes of the arrays, called `name`, or with ``_norms`` and so on behind."""
         norms, mean = of(f"{name}_norms", self.norms), of(f"{name}_mean", self.mean)
-        return replace(self, rows=of(name, self.rows), norms=norms, mean=mean)
+        scale = self.scale if self.scales is None else of(f"{name}_scales", self.scales)
+        return replace(self, rows=of(name, self.rows), norms=norms, mean=mean, scale=scale)
+
+    @property
+    def scales(self) -> Array | None:
+        """The scale, if each KV head has its own."""
+        return None if isinstance(self.scale, float) else self.scale
 
     @property
     def num_pages(self) -> int:
@@ -80,8 +96,15 @@ class Cache:
         return (*self.rows.shape[:-1], self.head_dim)
 
     @property
-    def given(self) -> Array | Planes:
-        """What `cuattn.reference` takes: the rows, or the planes of TBQ4."""
+    def has_elements(self) -> bool:
+        """Whether rows are elements, whose dtype is the format, rather than codes."""
+        return self.kv_format in {KvFormat.RAW16, KvFormat.RAW32}
+
+    @property
+    def given(self) -> Array | Planes | Codes:
+        """What `cuattn.reference` takes: the rows, the planes of TBQ4, or the codes of fp8 and their scale."""
+        if self.scale is not None:
+            return Codes(self.rows, self.scale)
         return self.rows if self.norms is None else Planes(self.rows, self.norms, self.mean)
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _arrays, _check, _dispatch, _plan, _segments, reference
 from ._arrays import Array
+from ._fp8 import Fp8Array
 from ._quantize import Tbq4Array
 
 _FORMS: _dispatch.Forms[_segments.DecodeLaunches] = _dispatch.Forms()
@@ -15,8 +16,8 @@ _FORMS: _dispatch.Forms[_segments.DecodeLaunches] = _dispatch.Forms()
 
 def decode(
     q: Array,
-    k_cache: Array | Tbq4Array,
-    v_cache: Array | Tbq4Array,
+    k_cache: Array | Tbq4Array | Fp8Array,
+    v_cache: Array | Tbq4Array | Fp8Array,
     kv_len: Array,
     *,
     page_table: Array | None = None,
@@ -49,13 +50,15 @@ def decode(
         Queries of the newest token, or of up to 16 tokens, float16, bfloat16 or float32. head_dim is 64, 96, 128, 192,
         256 or 512; 1 to 64 query heads share a KV head. Rows (the last axis) are contiguous and start at multiples of
         16 bytes; other axes may have any stride, here and in the caches and `out`.
-    k_cache, v_cache : array of the dtype of `q`, or Tbq4Array; shape (num_pages, page_size, num_kv_heads, head_dim)
+    k_cache, v_cache : array of the dtype of `q`, Tbq4Array or Fp8Array; shape (num_pages, page_size, num_kv_heads, \
+head_dim)
         Keys and values. Without `page_table` page ``b`` is all of sequence ``b``: (batch, capacity, num_kv_heads,
         head_dim). What lies at or past `kv_len`, or in pages that are not used, may be anything, NaN included. Beside
         `q` in 16 bits each of the two may be rows in TBQ4, whatever the other is, for head_dim 64, 128, 256 and 512;
         rows of codes start at multiples of 16 bytes, and rows of norms at multiples of their size or of 8 bytes. The
         keys and values attended to are those of `dequantize`, the `mean` of a `Tbq4Array` included: scores and lse are
-        those of keys with their mean, and out has the mean of the values times the keys' share of the weights.
+        those of keys with their mean, and out has the mean of the values times the keys' share of the weights. Likewise
+        each may be rows in fp8, for every head_dim, whose codes start at multiples of 16 bytes.
     kv_len : array, shape (batch,), int32, or int, or sequence of int
         Valid tokens of each sequence, those of `q` included; 0 is allowed. A GPU array is read by the kernel, so a
         captured CUDA graph follows its contents; values there are limited to 0 .. capacity. Lengths on the host are
@@ -144,7 +147,8 @@ def decode(
     others' arrays.
 
     Rows in TBQ4 are never written out in 16 bits: codes become float16 levels on their way into tensor cores, norms
-    multiply scores and probabilities in float32, and `q` and `out` are rotated in the kernel (``docs/decode.md``).
+    multiply scores and probabilities in float32, and `q` and `out` are rotated in the kernel (``docs/decode.md``). Nor
+    are rows in fp8: codes become float16, exactly, and scales multiply scores and `out` in float32.
 
     The algorithm is FlashAttention's online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) split over the keys.
 
@@ -156,7 +160,8 @@ def decode(
         q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent,
         tree_mask, sinks, kv_len, out,
     ]  # fmt: skip
-    options = (causal, window, softcap, softmax_scale, num_splits, split_size, balance, return_lse)
+    scales = (_dispatch.scale_of(k_cache), _dispatch.scale_of(v_cache))
+    options = (causal, window, softcap, softmax_scale, num_splits, split_size, balance, return_lse, *scales)
     arrays, form, launches = _FORMS.look_up(_segments.ARRAYS, given, options)
     if launches is None:
         call = _check.decode(
@@ -180,8 +185,8 @@ def decode(
 
 def plan_decode(
     q: Array,
-    k_cache: Array | Tbq4Array,
-    v_cache: Array | Tbq4Array,
+    k_cache: Array | Tbq4Array | Fp8Array,
+    v_cache: Array | Tbq4Array | Fp8Array,
     kv_len: Array = 0,
     *,
     page_table: Array | None = None,

@@ -20,6 +20,7 @@ import numpy as np
 
 from . import _arrays, _jit, _tiled
 from ._arrays import Array
+from ._fp8 import Fp8Array
 from ._quantize import Tbq4Array
 
 # No check and no plan looks at more of an address than what it is modulo this.
@@ -34,11 +35,19 @@ _MAX_ADDRESSES = 64
 T = TypeVar("T")
 
 
-def parts(x: Any) -> tuple[Any, Array | None, Array | None]:  # noqa: ANN401  an array or a Tbq4Array
-    """Return rows, norms and mean of a cache; of other objects than a `Tbq4Array` the object itself."""
-    if type(x) is Tbq4Array:  # its parts were checked when it was made
-        return x.codes, x.norms, None if x.mean is None else _arrays.contiguous(x.mean)
-    return x, None, None
+def parts(x: Any) -> tuple[Any, Array | None, Array | None, Array | None]:  # noqa: ANN401  an array or a cache of codes
+    """Return rows, norms, mean and scales of a cache; of other objects than caches of codes the object itself."""
+    # Parts of these were checked when they were made.
+    if type(x) is Tbq4Array:
+        return x.codes, x.norms, None if x.mean is None else _arrays.contiguous(x.mean), None
+    if type(x) is Fp8Array:
+        return x.codes, None, None, None if isinstance(x.scale, float) else _arrays.contiguous(x.scale)
+    return x, None, None, None
+
+
+def scale_of(x: object) -> float | None:
+    """Return the scale of a cache whose heads have the same, which is a parameter and no array."""
+    return x.scale if type(x) is Fp8Array and isinstance(x.scale, float) else None
 
 
 def counter(x: Any) -> Any:  # noqa: ANN401  an array or a Tbq4Array

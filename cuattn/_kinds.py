@@ -24,6 +24,7 @@ class KvFormat(Enum):
     RAW16 = "raw16"
     RAW32 = "raw32"
     TBQ4 = "tbq4"
+    FP8 = "fp8"
 
 
 class Parts(Enum):
@@ -34,5 +35,10 @@ class Parts(Enum):
 
 
 def formats_of(dtype: Dtype) -> tuple[KvFormat, ...]:
-    """Return the formats that K and V may have, each by itself, beside queries of a dtype."""
+    """Return the formats that K and V may have, each by itself, beside queries of a dtype, in every kernel."""
     return (KvFormat.RAW32,) if dtype is Dtype.FP32 else (KvFormat.RAW16, KvFormat.TBQ4)
+
+
+def decode_formats_of(dtype: Dtype) -> tuple[KvFormat, ...]:
+    """Return the same of decode, which has one more."""
+    return formats_of(dtype) if dtype is Dtype.FP32 else (*formats_of(dtype), KvFormat.FP8)

@@ -88,6 +88,10 @@ DECODE = _struct(
     tree_mask_stride_batch=_I64,
     tree_mask_stride_token=_I64,
     tree_mask_stride_key=_I64,
+    k_scales=_POINTER,
+    v_scales=_POINTER,
+    k_scale=_F32,
+    v_scale=_F32,
 )
 
 MERGE = _struct(
@@ -279,6 +283,9 @@ APPEND_SIDE = _struct(
     recent_stride_batch=_I64,
     recent_stride_token=_I64,
     recent_stride_head=_I64,
+    scales=_POINTER,
+    scale=_F32,
+    reserved=_I32,
 )
 
 APPEND = _struct(

@@ -153,7 +153,7 @@ def prefill(
     >>> out = cuattn.prefill(chunk, k_cache, v_cache, causal=True, kv_len=kv_len, page_table=pages)
     """
     given = [  # in the order of _prefill_launches.ARRAYS
-        q, *_dispatch.parts(k), *_dispatch.parts(v), cu_seqlens_q, cu_seqlens_k, kv_len, page_table, sinks, out,
+        q, *_dispatch.parts(k)[:3], *_dispatch.parts(v)[:3], cu_seqlens_q, cu_seqlens_k, kv_len, page_table, sinks, out,
     ]  # fmt: skip
     arrays, form, launches = given, None, None
     # Lengths on the host are checked against each other and the arrays, with all else.

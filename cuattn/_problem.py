@@ -10,7 +10,8 @@ from ._kinds import Dtype, KvFormat
 
 def row_bytes(kv_format: KvFormat, dtype: Dtype, head_dim: int) -> int:
     """Bytes of one K or V row: its elements or codes, without norms."""
-    return head_dim // 2 if kv_format is KvFormat.TBQ4 else head_dim * dtype.itemsize
+    bits = {KvFormat.TBQ4: 4, KvFormat.FP8: 8}.get(kv_format, 8 * dtype.itemsize)
+    return head_dim * bits // 8
 
 
 def norm_bytes(kv_format: KvFormat, head_dim: int) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _arrays, _check, _jit, _params, _plan, _tbq4, reference
+from . import _arrays, _check, _fp8, _jit, _params, _plan, _tbq4, reference
 from ._arrays import Array
+from ._fp8 import Fp8Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,12 +140,12 @@ def quantize(x: Array, *, mean: Array | None = None, strict: bool = False) -> Tb
     return Tbq4Array(codes, norms, mean, clamped)
 
 
-def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
-    """Decode rows of TBQ4.
+def dequantize(t: Tbq4Array | Fp8Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
+    """Decode rows of TBQ4 or fp8.
 
     Parameters
     ----------
-    t : Tbq4Array
+    t : Tbq4Array or Fp8Array
     dtype : dtype, default float32
         float16, bfloat16 or float32.
 
@@ -155,16 +156,18 @@ def dequantize(t: Tbq4Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     Raises
     ------
     TypeError
-        If `t` is no `Tbq4Array`, or for another dtype.
+        If `t` is neither, or for another dtype.
 
     See Also
     --------
-    quantize
-    cuattn.reference.dequantize : the definition.
+    quantize, quantize_fp8
+    cuattn.reference.dequantize, cuattn.reference.dequantize_fp8 : the definitions.
     """
-    if not isinstance(t, Tbq4Array):
-        raise TypeError(f"t must be a Tbq4Array, got {type(t).__name__}")
+    if not isinstance(t, (Tbq4Array, Fp8Array)):
+        raise TypeError(f"t must be a Tbq4Array or an Fp8Array, got {type(t).__name__}")
     wanted = _check.result_dtype(dtype, t.codes)
+    if isinstance(t, Fp8Array):
+        return _fp8.dequantize(t, wanted)
     if not _arrays.is_gpu(t.codes):
         with np.errstate(over="ignore"):  # a value too large for the dtype is infinite, as on the GPU
             return np.asarray(reference.dequantize(t.codes, t.norms, mean=t.mean)).astype(wanted)
@@ -224,9 +227,7 @@ float32
             return x.mean(axis=axes, dtype=np.float64).astype(np.float32)
     cupy = _arrays.import_cupy()
     with cupy.cuda.Device(x.device.id):
-        if _arrays.dtype_name(x) == "bfloat16":  # the upper half of a float32
-            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return x.mean(axis=axes, dtype=np.float64).astype(np.float32)
+        return _arrays.as_float32(x).mean(axis=axes, dtype=np.float64).astype(np.float32)
 
 
 def _with_mean(encoded: reference.Quantized, mean: Array | None) -> tuple[Array, Array, Array | None, int]:

@@ -20,8 +20,9 @@ from ._cache import Cache
 
 # Arrays of a call; those after "out" are not the caller's.
 ARRAYS = (
-    "q", "k_cache", "k_cache_norms", "k_cache_mean", "v_cache", "v_cache_norms", "v_cache_mean", "page_table", "k_sink",
-    "v_sink", "k_recent", "v_recent", "tree_mask", "sinks", "kv_len", "out", "lse", "parts", "states", "shares",
+    "q", "k_cache", "k_cache_norms", "k_cache_mean", "k_cache_scales", "v_cache", "v_cache_norms", "v_cache_mean",
+    "v_cache_scales", "page_table", "k_sink", "v_sink", "k_recent", "v_recent", "tree_mask", "sinks", "kv_len", "out",
+    "lse", "parts", "states", "shares",
 )  # fmt: skip
 _SINKS, _KV_LEN, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "out"))
 
@@ -154,6 +155,8 @@ def _params_of(
     }  # fmt: skip
     values.update((name, _arrays.pointer(array)) for name, array in arrays.items())
     values |= _params.strides(arrays)
+    for name, scale in (("k_scale", k.scale), ("v_scale", v.scale)):
+        values |= {name: scale} if isinstance(scale, float) else {f"{name}s": _arrays.pointer(scale)}
     # From a step of a warp to its next one.
     for name in ("k", "v", "k_norms", "v_norms"):
         values[f"{name}_stride_step"] = values[f"{name}_stride_token"] * segment.plan.config.keys_per_step
@@ -169,8 +172,8 @@ def arrays_of(call: _check.DecodeCall) -> list[Array | None]:
     kept = (*(call.sink or (None, None)), *(call.recent or (None, None)))
     lengths = call.kv_len if _arrays.is_gpu(call.kv_len) else None
     return [
-        q, k.rows, k.norms, k.mean, v.rows, v.norms, v.mean, call.page_table, *kept, call.tree_mask, call.sinks,
-        lengths, out,
+        q, k.rows, k.norms, k.mean, k.scales, v.rows, v.norms, v.mean, v.scales, call.page_table, *kept,
+        call.tree_mask, call.sinks, lengths, out,
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// append.cu -- new tokens of all sequences and heads into the caches of K and V, of either format.
+// append.cu -- new tokens of all sequences and heads into the caches of K and V, of any format.
 // SPDX-License-Identifier: Apache-2.0
 //
 //   grid   (enough for all SMs, or fewer; K, V)      block  NUM_WARPS * 32

@@ -56,7 +56,7 @@ struct Smem {
     float o[cfg::NUM_WARPS][ROWS][O_STRIDE];  // after the loop
   };
   alignas(128) u8 q[ROWS * QTile::ROW_BYTES];
-  float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K is in a rotated domain
+  float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K scales queries
   u32 tree[ROWS];
   float m[cfg::NUM_WARPS][ROWS];
   float l[cfg::NUM_WARPS][ROWS];
@@ -277,7 +277,7 @@ struct ScoreScale {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = n * 8 + lane % 4 * 2 + c;
-        factor[n][c] = K::IN_ROTATED_DOMAIN ? sm.q_scale[row] * factor_of_all : factor_of_all;
+        factor[n][c] = K::SCALES_QUERIES ? sm.q_scale[row] * factor_of_all : factor_of_all;
         bias[n][c] = K::IN_ROTATED_DOMAIN ? sm.q_bias[row] * factor_of_all : 0.f;
       }
     }
@@ -324,6 +324,11 @@ __device__ __forceinline__ float over_warp(float x, Combine combine) {
   return x;
 }
 
+// What values of a KV head are multiplied by.
+__device__ __forceinline__ float head_scale(const float* of_heads, float of_all, int kv_head) {
+  return of_heads == nullptr ? of_all : __ldg(of_heads + kv_head);
+}
+
 // Merges the warps, adds the sink, writes the result of the split: a warp has a row, a lane four values of every 128.
 __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Smem& sm) {
   constexpr int VECTORS = (cfg::HEAD_DIM + 4 * WARP - 1) / (4 * WARP);
@@ -345,7 +350,8 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, con
     }
     // Parts go to merge.cu as they are: a rounded lse would cost their weights the precision that it lost.
     const float scale = direct ? softmax::inverse_sum(l) : 1.f;
-    const float own_weight = softmax::weight(own_m, total_m) * scale;  // of a warp's o in the result
+    const float v_scale = VHead::HAS_SCALE ? head_scale(p.v_scales, p.v_scale, w.kv_head_of(row)) : 1.f;
+    const float own_weight = softmax::weight(own_m, total_m) * scale * v_scale;  // of a warp's o in the result
     const i64 flat = w.flat(p, row);
     if (lane == 0) {
       if (!direct) {
@@ -448,7 +454,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const auto mean_of = [&](int row) {
     return p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM;
   };
-  KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, ROWS, row_of_q, query_part);
+  const auto k_scale_of = [&](int row) { return head_scale(p.k_scales, p.k_scale, w.kv_head_of(row)); };
+  KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, k_scale_of, ROWS, row_of_q, query_part);
   w.tree = sm.tree;
   if (p.tree_mask != nullptr && threadIdx.x < ROWS) sm.tree[threadIdx.x] = w.read_tree(p, threadIdx.x);
   __syncthreads();  // q is in shared memory, the table, and the tree

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from cuattn import Tbq4Array, reference
+from cuattn import Fp8Array, Tbq4Array, reference
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 SPARE_TOKENS = 5
@@ -27,7 +27,7 @@ RISE = 8.0
 # The same from the last key to the first, for kernels that go that way.
 MIRRORED = {"early_max": "late_max", "falling": "rising"}
 # What stands in TBQ4 where no token is: the highest codes, and norms that are NaN or infinite.
-UNUSED_CODE = 0xFF
+UNUSED_CODE = 0xFF  # NaN in fp8
 UNUSED_NORMS = np.array((0x7E00, 0x7E00, 0x7C00), np.uint16).view(np.float16)
 # Deviations of the means of K and V; those of their rows are 1.
 MEAN_SIZE = 3.0
@@ -129,18 +129,23 @@ class _Call:
                 row[entry] = next(pages)
         return table, num_pages
 
-    def _stored(self, cache: np.ndarray, kv_format: str, mean: np.ndarray | None) -> np.ndarray | Tbq4Array:
-        """Return a cache in its format; rows that are NaN hold no token."""
-        if kv_format != "tbq4":
+    def _stored(self, cache: np.ndarray, kv_format: str, mean: np.ndarray | None) -> Any:
+        """Return a cache in its format; rows that are NaN hold no token. In fp8 each head has a scale, or all one."""
+        if kv_format not in {"tbq4", "fp8"}:
             return cache
         unused = np.isnan(cache).all(axis=-1)
+        if kv_format == "fp8":
+            of_heads = reference.quantize_fp8(cache).scale
+            scale = float(of_heads.max()) if self.seed % 3 == 1 else of_heads
+            codes = reference.quantize_fp8(cache, scale=scale).codes
+            return Fp8Array(np.where(unused[..., None], np.uint8(UNUSED_CODE), codes), scale)
         rows = reference.quantize(np.nan_to_num(cache.astype(np.float32)), mean=mean)
         norms = np.where(unused[..., None], np.resize(UNUSED_NORMS, rows.norms.shape), rows.norms)
         return Tbq4Array(np.where(unused[..., None], np.uint8(UNUSED_CODE), rows.codes), norms, mean)
 
     def _gathered(
         self, shape: tuple[int, ...], places: Sequence[tuple[np.ndarray, tuple[Any, ...]]]
-    ) -> tuple[list[np.ndarray], np.ndarray | Tbq4Array, np.ndarray | Tbq4Array]:
+    ) -> tuple[list[np.ndarray], Any, Any]:
         """Return q of each sequence, and K and V with axes `shape` of tokens: NaN, codes excepted, but for tokens.
 
         `places` are the tokens of each sequence that are there, and their indices.
@@ -185,7 +190,7 @@ class Problem(_Call):
         Standard normal; the largest scores in the last keys; scores of size 1e4; all scores of a row equal; rows of V
         with norms from 5e-6 to 6e4, in one of three sequences all tiny, in one the last of them large.
     seed : int
-    k_format, v_format : {"raw16", "raw32", "tbq4"}
+    k_format, v_format : {"raw16", "raw32", "tbq4", "fp8"}
         Rows of elements have the dtype, whichever of the first two stands here.
     means : bool
         Whether K and V have channels with an offset each, which rows in TBQ4 are stored without.
@@ -232,7 +237,7 @@ class Problem(_Call):
         bodies = map(self._body, self.kv_len)
         return self._table([range(a // self.page_size, -(-b // self.page_size) if a < b else 0) for a, b in bodies])
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray | Tbq4Array, np.ndarray | Tbq4Array, np.ndarray]:
+    def arrays(self) -> tuple[np.ndarray, Any, Any, np.ndarray]:
         """Return q, k_cache, v_cache and kv_len; whatever of a cache holds no token is NaN, codes excepted."""
         tokens = [np.arange(*self._body(kv_len)) for kv_len in self.kv_len]
         if self.page_size is None:
@@ -313,6 +318,9 @@ def only(problem: Problem, sequence: int, capacity: int) -> tuple[tuple[Any, ...
 
 def with_unused(cache: Any, code: int, norm: int) -> Any:
     """Return a cache of a `Problem` with other bytes, and bits of norms, where no token is; 16-bit ones as they are."""
+    if isinstance(cache, Fp8Array):
+        unused = (cache.codes == UNUSED_CODE).all(axis=-1, keepdims=True)
+        return Fp8Array(np.where(unused, np.uint8(code), cache.codes), cache.scale)
     if not isinstance(cache, Tbq4Array):
         return cache
     unused = ~np.isfinite(cache.norms)
@@ -550,7 +558,7 @@ class AppendProblem:
         Tokens of each sequence, the new ones included; its length is the batch. What has no place in the cache is left
         out: any numbers will do for lengths on the device.
     seqlen_new, num_kv_heads, head_dim : int
-    k_format, v_format : {"raw16", "tbq4"}
+    k_format, v_format : {"raw16", "tbq4", "fp8"}
     in_dtype, dtype : str
         Of the new rows, and of 16-bit arrays.
     page_size : int, optional
@@ -624,7 +632,7 @@ class AppendProblem:
             return base
         if name in {"kv_len", "page_table"}:
             return base[..., ::2]
-        if name.endswith("mean"):
+        if name.endswith(("mean", "scale")):
             return base[1::2]
         if name.endswith("new"):
             return base[:, :, 1]
@@ -637,7 +645,7 @@ class AppendProblem:
         shape = list(array.shape)
         if name in {"kv_len", "page_table"}:
             shape[-1] *= 2
-        elif name.endswith("mean"):
+        elif name.endswith(("mean", "scale")):
             shape[0] *= 2
         elif name.endswith("new"):
             shape.insert(2, 3)
@@ -672,6 +680,10 @@ class AppendProblem:
                 arrays[f"{side}_clamped"] = np.array([5], np.int32)
                 if self.means:
                     arrays[f"{side}_mean"] = (self.scale * rng.standard_normal((heads, head_dim))).astype(np.float32)
+            elif kv_format == "fp8":
+                shapes["codes"] = (*rows, head_dim), np.uint8
+                # With some of these values are too large.
+                arrays[f"{side}_scale"] = (self.scale * rng.uniform(0.002, 0.02, heads)).astype(np.float32)
             else:
                 shapes["cache"] = (*rows, head_dim), DTYPES[self.dtype]
             for name, tokens in (("sink", self.num_sink), ("recent", self.num_recent)):
@@ -687,7 +699,9 @@ class AppendProblem:
         if self.seqlen_new == 1:
             views |= {name: views[name][:, 0] for name in ("k_new", "v_new")}
         for side in "kv":
-            if f"{side}_codes" in views:
+            if f"{side}_scale" in views:
+                views[f"{side}_cache"] = Fp8Array(views[f"{side}_codes"], views[f"{side}_scale"])
+            elif f"{side}_codes" in views:
                 parts = (views.get(f"{side}_{part}") for part in ("codes", "norms", "mean", "clamped"))
                 views[f"{side}_cache"] = Tbq4Array(*parts)
         positional = tuple(views[name] for name in ("k_new", "v_new", "k_cache", "v_cache", "kv_len"))
@@ -697,8 +711,8 @@ class AppendProblem:
 
 # Arrays that end where the last token, page or length ends.
 EXACT_APPENDS = (
-    AppendProblem(kv_len=(33, 5, 0), seqlen_new=7, num_kv_heads=3, head_dim=96, dtype="bfloat16", capacity=33,
-                  num_sink=2, num_recent=3),
+    AppendProblem(kv_len=(33, 5, 0), seqlen_new=7, num_kv_heads=3, head_dim=96, k_format="fp8", dtype="bfloat16",
+                  capacity=33, num_sink=2, num_recent=3),
     AppendProblem(kv_len=(48, 17), seqlen_new=20, num_kv_heads=2, head_dim=256, v_format="tbq4", page_size=16,
                   capacity=48, means=True, num_sink=30, num_recent=1),
     AppendProblem(kv_len=(2**31 - 1, -(2**31), 9), num_kv_heads=2, k_format="tbq4", v_format="tbq4",
@@ -718,6 +732,8 @@ APPEND_CHOICES = (
     ("tbq4", "tbq4", "float16", "bfloat16", 128),
     ("tbq4", "tbq4", "bfloat16", "bfloat16", 256),
     ("tbq4", "tbq4", "float32", "float16", 512),
+    ("fp8", "raw16", "float32", "bfloat16", 96),
+    ("tbq4", "fp8", "bfloat16", "bfloat16", 128),
 )
 
 
@@ -783,3 +799,20 @@ def tbq4_problems(
             for k, v, dtype, head_dim in choices
         ]
     )
+
+
+# The same with fp8 in K, V or both, beside every other format.
+FP8_CHOICES = (
+    ("fp8", "fp8", "float16", 128),
+    ("raw16", "fp8", "float16", 128),
+    ("fp8", "raw16", "bfloat16", 64),
+    ("fp8", "tbq4", "float16", 64),
+    ("tbq4", "fp8", "bfloat16", 128),
+)
+
+
+def fp8_problems(
+    choices: Sequence[tuple[str, str, str, int]] = FP8_CHOICES, **fields: Any
+) -> st.SearchStrategy[Problem]:
+    """Draw a `Problem` with K, V or both in fp8; `fields` are those of `problems`."""
+    return tbq4_problems(choices, **fields)

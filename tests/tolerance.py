@@ -46,6 +46,10 @@ Values in TBQ4: `same` rounds the products of weights and norms as it rounds wei
 float32, log2(block) stages and the addition of the mean, whose errors are relative to the length of a block, at most
 that of the longest value: a random walk of that many roundings is a term of out.
 
+Keys and values in fp8: codes are exact as float16. A query becomes float16 with a power of two of its row, as in `same`
+and without a rounding unless it is bfloat16 of sizes that are 2^29 apart. A score has one more rounding, for its scale;
+that of an element of out for the scale of values is far below an ulp of 16 bits.
+
 A prefill may keep products of weight and norm in range, rather than weights, or write the values of a tile as float16,
 times a power of two that takes their largest norm to 2^15.
 
@@ -73,7 +77,7 @@ import numpy.typing as npt
 from strategies import DTYPES, AppendProblem, PrefillProblem, Problem
 
 from cuattn import _tbq4, reference
-from cuattn.reference.sequences import Kept, Options, Part, Tbq4Rows, attend_each, exact_rows
+from cuattn.reference.sequences import Fp8Rows, Kept, Options, Part, Tbq4Rows, attend_each, exact_rows
 
 LOG2_E = float(np.log2(np.e))
 LN_2 = float(np.log(2))
@@ -275,7 +279,10 @@ def _sizes_of(q: np.ndarray, parts: list[Part], masks: dict[str, object]) -> Seq
     k, v = (np.concatenate([exact_rows(getattr(part, x), np.float64) for part in parts]) for x in "kv")
     largest = np.abs(v).max(axis=(1, 2), initial=0, where=np.isfinite(v))
     score_masks = {name: x for name, x in masks.items() if name in {"causal", "window", "softmax_scale"}}
-    magnitudes = score_magnitudes(q, k, **score_masks)
+    # A scale is one more factor of a score.
+    factors = any(isinstance(part.k, Fp8Rows) for part in parts)
+    roundings = q.shape[-1] / PRODUCTS_PER_ROUNDING + 1 if factors else None
+    magnitudes = score_magnitudes(q, k, **score_masks, roundings=roundings)
     flips, slacks, log2_norm = _no_flips(len(q)), np.zeros(len(v)), 0.0
     slack_of_tiles = 0.0
     head_dim = q.shape[-1]
@@ -677,7 +684,7 @@ def assert_append(problem: AppendProblem, got: dict[str, np.ndarray]) -> None:
     pages, slots = problem.slots()
     tokens = np.array([(b, i) for b, i, _ in problem.places()], int).reshape(-1, 2)
     for side in "kv":
-        if f"{side}_codes" not in want or not len(tokens):
+        if f"{side}_norms" not in want or not len(tokens):
             continue
         rows = problem.view(f"{side}_new", want[f"{side}_new"])[tokens[:, 0], tokens[:, 1]]
         codes, norms = (problem.view(f"{side}_{x}", got[f"{side}_{x}"]) for x in ("codes", "norms"))

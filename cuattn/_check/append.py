@@ -27,9 +27,6 @@ from cuattn._check.arguments import (
 from cuattn._check.cache import arrays_of, taken
 from cuattn._check.lengths import lengths_of, require_page_table, require_pages
 
-# The kernel counts pieces of rows in 32 bits, with room for a step past the end.
-_MAX_ROWS = 2**28
-
 
 @dataclass(frozen=True, slots=True)
 class AppendSide:
@@ -56,8 +53,8 @@ class AppendSide:
 
     @property
     def target(self) -> Any:  # noqa: ANN401  an array or a Tbq4Array
-        """What the reference writes to: a view of the caller's array, or the `Tbq4Array`, which has the counter."""
-        return self.cache.rows if self.cache.norms is None else self.given
+        """What the reference writes to: a view of the caller's array, fp8 codes, or the `Tbq4Array` and its counter."""
+        return self.cache.given if self.cache.norms is None else self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class AppendCall:
     def dtype(self) -> str:
         """Dtype of the 16-bit arrays; that of the rows, or float16, where there are none."""
         sides = (self.k, self.v)
-        raw = [s.cache.rows if s.cache.norms is None else None for s in sides]
+        raw = [s.cache.rows if s.cache.has_elements else None for s in sides]
         given = [x for x in (*raw, *(x for s in sides for x in (s.sink, s.recent))) if x is not None]
         name = dtype_name(given[0] if given else self.k.rows)
         return name if name in GPU_DTYPES else GPU_DTYPES[0]
@@ -106,8 +103,8 @@ def _new_rows(k_new: Array, v_new: Array) -> None:
     require_dtype("v_new", v_new, (dtype_name(k_new),), " (the dtype of k_new)")
     for name, rows in (("k_new", k_new), ("v_new", v_new)):
         require_rows(name, rows)
-    if math.prod(k_new.shape[:-1]) > _MAX_ROWS:
-        msg = f"k_new must have at most {_MAX_ROWS} rows, got shape {k_new.shape}"
+    if math.prod(k_new.shape[:-1]) > _plan.MAX_APPEND_ROWS:
+        msg = f"k_new must have at most {_plan.MAX_APPEND_ROWS} rows, got shape {k_new.shape}"
         raise ValueError(msg)
 
 
@@ -119,6 +116,9 @@ def _cache(name: str, cache: Cache, k_new: Array, *, paged: bool) -> None:
         if head_dim not in _tbq4.HEAD_DIMS:
             msg = f"k_new has head_dim {head_dim}; supported for TBQ4, the format of {name}: {listed(_tbq4.HEAD_DIMS)}"
             raise ValueError(msg)
+        require_rows(f"{name}.codes", cache.rows)
+    elif cache.scale is not None:
+        require_rank(f"{name}.codes", cache.rows, (4,), f"{leading}, num_kv_heads, head_dim)")
         require_rows(f"{name}.codes", cache.rows)
     else:
         require_rank(name, cache.rows, (4,), f"{leading}, num_kv_heads, head_dim)")
@@ -133,7 +133,11 @@ def _cache(name: str, cache: Cache, k_new: Array, *, paged: bool) -> None:
 
 def _written(name: str, cache: Cache) -> dict[str, Array]:
     """Arrays of a cache that are written, by the names that messages use."""
-    return {part: x for part, x in arrays_of(name, cache).items() if x is not None and x is not cache.mean}
+    return {
+        part: x
+        for part, x in arrays_of(name, cache).items()
+        if x is not None and x is not cache.mean and x is not cache.scale
+    }
 
 
 def _counter(name: str, given: Any, cache: Cache) -> Array | None:  # noqa: ANN401  an array or a Tbq4Array

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cuattn import _plan, _tbq4
-from cuattn._arrays import Array, as_array, contiguous, dtype_name, is_gpu
+from cuattn._arrays import ACCEPTED, Array, as_array, contiguous, dtype_name, is_gpu
 from cuattn._cache import Cache
 from cuattn._check.arguments import (
     CPU_DTYPES,
@@ -20,6 +20,7 @@ from cuattn._check.arguments import (
     require_rows,
     require_shape,
 )
+from cuattn._check.fp8 import fp8_parts
 from cuattn._check.lengths import require_page_table, require_pages
 from cuattn._check.tbq4 import planes
 
@@ -28,16 +29,27 @@ Pair = tuple[Array, Array]
 _NORM_READ = 8
 
 
-def taken(name: str, x: Array) -> Cache:
-    """Take a cache argument of either format over."""
+def taken(name: str, x: Array, *, fp8: bool = True) -> Cache:
+    """Take a cache argument of any format over; `fp8` is whether there is a kernel for rows in fp8."""
+    if hasattr(x, "codes") and hasattr(x, "scale"):
+        if not fp8:
+            msg = f"{name} must be {ACCEPTED}, or a Tbq4Array, got {type(x).__name__}: fp8 is for decode and append"
+            raise TypeError(msg)
+        codes, scale = fp8_parts(x.codes, x.scale, prefix=f"{name}.")
+        scale = scale if isinstance(scale, float) else contiguous(scale)
+        return Cache(codes, kv_format=_plan.KvFormat.FP8, scale=scale)
     if not hasattr(x, "codes") or not hasattr(x, "norms") or not hasattr(x, "mean"):
-        return Cache.of_elements(as_array(name, x, also=", or a Tbq4Array"))
+        return Cache.of_elements(as_array(name, x, also=", a Tbq4Array or an Fp8Array" if fp8 else ", or a Tbq4Array"))
     codes, norms, mean = planes(x.codes, x.norms, x.mean, prefix=f"{name}.")
     return Cache(codes, norms, None if mean is None else contiguous(mean), _plan.KvFormat.TBQ4)
 
 
 def arrays_of(name: str, cache: Cache) -> dict[str, Array | None]:
     """Arrays of a cache by the names that messages use."""
+    if cache.scale is not None:
+        return {f"{name}.codes": cache.rows} | (
+            {} if isinstance(cache.scale, float) else {f"{name}.scale": cache.scale}
+        )
     if cache.norms is None:
         return {name: cache.rows}
     return {f"{name}.codes": cache.rows, f"{name}.norms": cache.norms, f"{name}.mean": cache.mean}
@@ -47,8 +59,8 @@ def dtype_of_queries(q: Array, beside: dict[str, Cache], *, for_kernel: bool) ->
     """Refuse queries of a dtype that no kernel has beside such keys and values; the reference has more."""
     require_dtype("q", q, KERNEL_DTYPES if for_kernel else CPU_DTYPES)
     for name, cache in beside.items():
-        if for_kernel and cache.norms is not None:
-            require_dtype("q", q, GPU_DTYPES, f" with {name} in TBQ4")
+        if for_kernel and not cache.has_elements:
+            require_dtype("q", q, GPU_DTYPES, f" with {name} in {'TBQ4' if cache.scale is None else 'fp8'}")
 
 
 def one_cache(
@@ -63,9 +75,9 @@ def one_cache(
     """Refuse keys or values that do not fit `q`; `value_dims` are what values may have, if not only its head_dim."""
     require_rank(name, cache, ranks, axes)
     head_dim = q.shape[-1]
-    if cache.norms is None:
+    if cache.has_elements:
         require_dtype(name, cache.rows, (dtype_name(q),), " (the dtype of q)")
-    elif head_dim not in _tbq4.HEAD_DIMS:
+    elif cache.scale is None and head_dim not in _tbq4.HEAD_DIMS:
         msg = f"q has head_dim {head_dim}; supported with {name} in TBQ4: {listed(_tbq4.HEAD_DIMS)}"
         raise ValueError(msg)
     if cache.head_dim not in (value_dims or (head_dim,)):
@@ -74,10 +86,8 @@ def one_cache(
             wanted = f"value_dim {' or '.join(map(str, value_dims))}, for head_dim {head_dim} of q"
         msg = f"{name} must have {wanted}, got {cache.head_dim} in shape {cache.shape}"
         raise ValueError(msg)
-    if cache.norms is None:
-        require_rows(name, cache.rows)
-    else:
-        require_rows(f"{name}.codes", cache.rows)
+    require_rows(name if cache.has_elements else f"{name}.codes", cache.rows)
+    if cache.norms is not None:
         require_rows(f"{name}.norms", cache.norms, min(_NORM_READ, cache.norms.shape[-1] * _tbq4.NORM_BYTES))
 
 

@@ -283,7 +283,7 @@ def prefill(
     Without `contents`, as for a plan, lengths and page-table entries may have any value, and `q` must have a dtype of
     the kernel wherever it is.
     """
-    keys, values = check_cache.taken("k", k), check_cache.taken("v", v)
+    keys, values = check_cache.taken("k", k, fp8=False), check_cache.taken("v", v, fp8=False)
     arrays: dict[str, Array | None] = {
         "q": as_array("q", q),
         **check_cache.arrays_of("k", keys),

@@ -11,8 +11,8 @@ from itertools import product
 
 from cuattn import _tbq4
 from cuattn._device import DEVICES, Device, arch_of
-from cuattn._kinds import Dtype, KvFormat, Parts, formats_of
-from cuattn._plan.append import AppendConfig, append_configs
+from cuattn._kinds import Dtype, KvFormat, Parts, decode_formats_of, formats_of
+from cuattn._plan.append import MAX_APPEND_ROWS, AppendConfig, append_configs
 from cuattn._plan.base import (
     HEAD_DIMS,
     MAX_GRID_YZ,
@@ -56,13 +56,14 @@ from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, PrefillProblem
 
 __all__ = [
-    "DEVICES", "HEAD_DIMS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS", "PREFILL_DIMS",
-    "REGISTERS_PER_SM", "SPLIT_UNIT", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan", "DecodeProblem",
-    "DecodeTile", "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig", "PrefillPlan",
-    "PrefillProblem", "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align", "append_configs", "arch_of",
-    "ceil_div", "choose_prefill", "choose_splits", "codec_config", "config_of", "decode_config", "decode_plan",
-    "decode_tiles", "formats_of", "heads_tiles", "merge_config", "prefill_config", "prefill_configs", "prefill_plan",
-    "shipped_configs", "tiled_config_of", "tiled_prefill_config", "tiled_prefill_configs",
+    "DEVICES", "HEAD_DIMS", "MAX_APPEND_ROWS", "MAX_GRID_YZ", "MAX_GROUP", "MAX_KV_LEN", "MAX_SEQLEN_Q", "MAX_SPLITS",
+    "PREFILL_DIMS", "REGISTERS_PER_SM", "SPLIT_UNIT", "WARP", "AppendConfig", "Config", "DecodeConfig", "DecodePlan",
+    "DecodeProblem", "DecodeTile", "Device", "Dtype", "KvFormat", "MergeConfig", "Parts", "PrefillConfig",
+    "PrefillPlan", "PrefillProblem", "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align",
+    "append_configs", "arch_of", "ceil_div", "choose_prefill", "choose_splits", "codec_config", "config_of",
+    "decode_config", "decode_formats_of", "decode_plan", "decode_tiles", "formats_of", "heads_tiles", "merge_config",
+    "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs", "tiled_config_of", "tiled_prefill_config",
+    "tiled_prefill_configs",
 ]  # fmt: skip
 
 Config = AppendConfig | DecodeConfig | MergeConfig | PrefillConfig | QuantizeConfig | TiledPrefillConfig
@@ -72,7 +73,7 @@ def shipped_configs(device: Device) -> list[Config]:
     """Every config that `decode`, `prefill` and `merge` can ask for on a device, and the common ones of the others."""
     configs: list[Config] = []
     for dtype in Dtype:
-        for formats in product(formats_of(dtype), formats_of(dtype)):
+        for formats in product(decode_formats_of(dtype), decode_formats_of(dtype)):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
             configs += [
                 config_of(dtype, *formats, head_dim, 1, device, tile_heads=heads)

@@ -10,6 +10,8 @@ from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import HEAD_DIMS, ceil_div
 from cuattn._plan.codec import encoder_constants
 
+# The kernel counts pieces of rows in 32 bits, with room for a step past the end.
+MAX_APPEND_ROWS = 2**28
 # A warp holds so many pieces of rows, eight lanes each.
 _PIECES_PER_WARP = 4
 
@@ -80,13 +82,13 @@ class AppendConfig:
 
 def append_configs() -> list[AppendConfig]:
     """Every pair of formats at one head_dim, equal formats at every other, and conversions of the rows at two."""
-    raw, tbq4 = KvFormat.RAW16, KvFormat.TBQ4
+    raw, tbq4, fp8 = KvFormat.RAW16, KvFormat.TBQ4, KvFormat.FP8
     configs = []
     for dtype in (Dtype.FP16, Dtype.BF16):
-        configs += [AppendConfig(dtype, dtype, k, v, _tbq4.BLOCK) for k in (raw, tbq4) for v in (raw, tbq4)]
-        configs += [AppendConfig(dtype, dtype, raw, raw, head_dim) for head_dim in HEAD_DIMS]
+        configs += [AppendConfig(dtype, dtype, k, v, _tbq4.BLOCK) for k in (raw, tbq4, fp8) for v in (raw, tbq4, fp8)]
+        configs += [AppendConfig(dtype, dtype, f, f, head_dim) for f in (raw, fp8) for head_dim in HEAD_DIMS]
         configs += [AppendConfig(dtype, dtype, tbq4, tbq4, head_dim) for head_dim in _tbq4.HEAD_DIMS]
         for in_dtype in Dtype:
             configs += [AppendConfig(in_dtype, dtype, raw, raw, head_dim) for head_dim in (96, 128)]
-            configs.append(AppendConfig(in_dtype, dtype, tbq4, tbq4, _tbq4.BLOCK))
+            configs += [AppendConfig(in_dtype, dtype, f, f, _tbq4.BLOCK) for f in (tbq4, fp8)]
     return list(dict.fromkeys(configs))

@@ -307,7 +307,8 @@ class DecodePlan:
             f"  workspace  {self.workspace_bytes} bytes" + ("" if self.merges else ", no merge"),
             f"  traffic    {self.problem.kv_bytes / 1e6:.1f} MB of K and V, {self.problem.flops / 1e9:.2f} GFLOP{roof}",
         ]
-        caches = f", K {p.k_format.value}, V {p.v_format.value}" if c.uses_tbq4 else ""
+        codes = {KvFormat.TBQ4, KvFormat.FP8} & {p.k_format, p.v_format}
+        caches = f", K {p.k_format.value}, V {p.v_format.value}" if codes else ""
         lines[1] += f"head_dim {p.head_dim}, {p.dtype.value}{caches}, up to {p.max_kv_len} keys"
         lines[2] += f"{c.tile_heads} KV heads a tile, " if c.tile_heads > 1 else ""
         lines[2] += f"{c.num_stages} stages, {c.smem_bytes} bytes of shared memory"

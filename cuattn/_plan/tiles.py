@@ -129,26 +129,116 @@ _TBQ4_HEADS_LARGE = {
     (64, 4): DecodeTile(32, 4, 8, 256),
     (128, 2): DecodeTile(32, 4, 8, 256),
 }
+# fp8 for K and V: rings of as many bytes as in 16 bits, of twice as many keys where registers allow; by analogy, not
+# yet measured. At head_dim 512 two CTAs share an SM of 228 KB.
+_FP8_LARGE = {
+    (64, 1): DecodeTile(32, 8, 4),
+    (64, 2): DecodeTile(32, 8, 4),
+    (64, 4): DecodeTile(16, 12, 4),
+    (96, 1): DecodeTile(32, 8, 4),
+    (96, 2): DecodeTile(32, 8, 4),
+    (96, 4): DecodeTile(16, 10, 4),
+    (128, 1): DecodeTile(32, 6, 4),
+    (128, 2): DecodeTile(32, 6, 4),
+    (128, 4): DecodeTile(16, 8, 4),
+    (192, 1): DecodeTile(32, 4, 4),
+    (192, 2): DecodeTile(16, 8, 4),
+    (256, 1): DecodeTile(32, 3, 4),
+    (256, 2): DecodeTile(16, 6, 4),
+    (512, 1): DecodeTile(16, 3, 4),
+}
+_FP8_SMALL = {
+    (64, 1): DecodeTile(32, 8, 4),
+    (64, 2): DecodeTile(32, 8, 4),
+    (64, 4): DecodeTile(16, 12, 4),
+    (96, 1): DecodeTile(32, 4, 4),
+    (96, 2): DecodeTile(32, 4, 4),
+    (96, 4): DecodeTile(16, 8, 4),
+    (128, 1): DecodeTile(32, 4, 4),
+    (128, 2): DecodeTile(32, 4, 4),
+    (128, 4): DecodeTile(16, 8, 4),
+    (192, 1): DecodeTile(16, 5, 4),
+    (192, 2): DecodeTile(16, 5, 4),
+    (256, 1): DecodeTile(16, 4, 4),
+    (256, 2): DecodeTile(16, 4, 4),
+    (512, 1): DecodeTile(16, 2, 4),
+}
+# One of K and V in fp8, the other in 16 bits: a pair of tiles is three times a tile of fp8. Likewise.
+_FP8_RAW_LARGE = {
+    (64, 1): DecodeTile(32, 6, 4),
+    (64, 2): DecodeTile(32, 6, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(32, 4, 4),
+    (96, 2): DecodeTile(32, 4, 4),
+    (96, 4): DecodeTile(16, 6, 4),
+    (128, 1): DecodeTile(32, 4, 4),
+    (128, 2): DecodeTile(32, 4, 4),
+    (128, 4): DecodeTile(16, 6, 4),
+    (192, 1): DecodeTile(16, 4, 4),
+    (192, 2): DecodeTile(16, 4, 4),
+    (256, 1): DecodeTile(16, 4, 4),
+    (256, 2): DecodeTile(16, 4, 4),
+    (512, 1): DecodeTile(16, 2, 4),
+}
+_FP8_RAW_SMALL = {
+    (64, 1): DecodeTile(32, 4, 4),
+    (64, 2): DecodeTile(32, 4, 4),
+    (64, 4): DecodeTile(16, 8, 4),
+    (96, 1): DecodeTile(16, 6, 4),
+    (96, 2): DecodeTile(16, 6, 4),
+    (96, 4): DecodeTile(16, 6, 4),
+    (128, 1): DecodeTile(16, 4, 4),
+    (128, 2): DecodeTile(16, 4, 4),
+    (128, 4): DecodeTile(16, 4, 4),
+    (192, 1): DecodeTile(16, 2, 4),
+    (192, 2): DecodeTile(16, 2, 4),
+    (256, 1): DecodeTile(16, 2, 4),
+    (256, 2): DecodeTile(16, 2, 4),
+    (512, 1): DecodeTile(16, 2, 2),
+}
+# One of K and V in fp8, the other in TBQ4, with its table: a pair of tiles is 1.5 times a tile of fp8. Likewise.
+_FP8_TBQ4_LARGE = {
+    (64, 1): DecodeTile(32, 6, 8, 256),
+    (64, 2): DecodeTile(32, 6, 8, 256),
+    (64, 4): DecodeTile(16, 6, 8, 256),
+    (128, 1): DecodeTile(32, 4, 8, 256),
+    (128, 2): DecodeTile(16, 6, 8, 256),
+    (256, 1): DecodeTile(16, 4, 8, 256),
+    (256, 2): DecodeTile(16, 6, 4, 256),
+    (512, 1): DecodeTile(16, 4, 4, 256),
+}
+_FP8_TBQ4_SMALL = {
+    (64, 1): DecodeTile(32, 6, 4, 128),
+    (64, 2): DecodeTile(32, 6, 4, 128),
+    (64, 4): DecodeTile(16, 6, 4, 128),
+    (128, 1): DecodeTile(16, 6, 4, 128),
+    (128, 2): DecodeTile(16, 6, 4, 128),
+    (256, 1): DecodeTile(16, 4, 4, 128),
+    (256, 2): DecodeTile(16, 4, 2, 128),
+    (512, 1): DecodeTile(16, 4, 2, 128),
+}
 _LARGE_SMEM = 160 * KIB
 # A table of 64 KB at a multiple of 64 KB, and rings on both sides of it.
 _LARGE_SMEM_TBQ4 = 200 * KIB
+# By the formats of K and V, whichever is which: the table of a GPU with much shared memory a block, and of the others.
+_TABLES = {
+    frozenset({KvFormat.RAW16}): (_DECODE_LARGE, _DECODE_SMALL),
+    frozenset({KvFormat.RAW32}): (_FLOAT_LARGE, _FLOAT_SMALL),
+    frozenset({KvFormat.TBQ4}): (_TBQ4_LARGE, _TBQ4_SMALL),
+    frozenset({KvFormat.FP8}): (_FP8_LARGE, _FP8_SMALL),
+    frozenset({KvFormat.RAW16, KvFormat.TBQ4}): (_MIXED_LARGE, _MIXED_SMALL),
+    frozenset({KvFormat.RAW16, KvFormat.FP8}): (_FP8_RAW_LARGE, _FP8_RAW_SMALL),
+    frozenset({KvFormat.TBQ4, KvFormat.FP8}): (_FP8_TBQ4_LARGE, _FP8_TBQ4_SMALL),
+}
 
 
 def decode_tiles(
     device: Device, k_format: KvFormat = KvFormat.RAW16, v_format: KvFormat = KvFormat.RAW16
 ) -> dict[tuple[int, int], DecodeTile]:
     """Tile table of a device and of formats, by (head_dim, row_tiles)."""
-    if KvFormat.TBQ4 in (k_format, v_format):
-        large = device.smem_per_block >= _LARGE_SMEM_TBQ4
-    else:
-        large = device.smem_per_block >= _LARGE_SMEM
-    if k_format is not v_format:
-        return _MIXED_LARGE if large else _MIXED_SMALL
-    if k_format is KvFormat.TBQ4:
-        return _TBQ4_LARGE if large else _TBQ4_SMALL
-    if k_format is KvFormat.RAW32:
-        return _FLOAT_LARGE if large else _FLOAT_SMALL
-    return _DECODE_LARGE if large else _DECODE_SMALL
+    formats = frozenset({k_format, v_format})
+    large, small = _TABLES[formats]
+    return large if device.smem_per_block >= (_LARGE_SMEM_TBQ4 if KvFormat.TBQ4 in formats else _LARGE_SMEM) else small
 
 
 def heads_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[tuple[int, int], DecodeTile]:

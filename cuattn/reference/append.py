@@ -5,16 +5,21 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cuattn.reference.fp8 import quantize_fp8
 from cuattn.reference.tbq4 import quantize
 
 Array: TypeAlias = npt.NDArray[Any]
-# A 16-bit array, or what has codes, norms and a mean, as `cuattn.Tbq4Array`.
+# A 16-bit array, or what has codes, norms and a mean, as `cuattn.Tbq4Array`, or codes and a scale, as
+# `cuattn.Fp8Array`.
 Cache: TypeAlias = Any
 
 
 def _write(cache: Cache, where: tuple[Any, ...], rows: Array) -> None:
     if isinstance(cache, np.ndarray):
         cache[where] = rows.astype(cache.dtype)
+        return
+    if not hasattr(cache, "norms"):
+        cache.codes[where] = quantize_fp8(rows, scale=cache.scale).codes
         return
     encoded = quantize(rows, mean=cache.mean)
     cache.codes[where], cache.norms[where] = encoded.codes, encoded.norms
@@ -42,7 +47,7 @@ def append(
     ----------
     k_new, v_new : ndarray, shape (batch, num_kv_heads, head_dim) or (batch, seqlen_new, num_kv_heads, head_dim)
         Token i of sequence b goes to position ``kv_len[b] - seqlen_new + i``.
-    k_cache, v_cache : ndarray or Tbq4Array, shape (batch, capacity, num_kv_heads, head_dim) or \
+    k_cache, v_cache : ndarray, Tbq4Array or Fp8Array, shape (batch, capacity, num_kv_heads, head_dim) or \
 (num_pages, page_size, num_kv_heads, head_dim)
         Dense, or paged with `page_table`.
     kv_len : int or ndarray, shape (batch,)
@@ -58,7 +63,7 @@ def append(
     for new, cache, sink, recent in ((k_new, k_cache, k_sink, k_recent), (v_new, v_cache, v_sink, v_recent)):
         tokens = new if new.ndim == 4 else new[:, None]  # noqa: PLR2004  with the axis of tokens
         batch, seqlen_new = tokens.shape[:2]
-        page_size = cache.shape[1]
+        page_size = (cache.codes if hasattr(cache, "codes") else cache).shape[1]
         capacity = page_size if page_table is None else page_size * page_table.shape[1]
         for b, length in enumerate(np.broadcast_to(np.asarray(kv_len, np.int64), batch)):
             position = length - seqlen_new + np.arange(seqlen_new)

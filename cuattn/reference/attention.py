@@ -264,10 +264,10 @@ def decode(
     q : ndarray, shape (batch, num_qo_heads, head_dim) or (batch, seqlen_q, num_qo_heads, head_dim)
         The last token of each sequence, or its last `seqlen_q`; their keys and values are in the cache.
     k_cache, v_cache : ndarray, shape (batch, capacity, num_kv_heads, ...) or \
-(num_pages, page_size, num_kv_heads, ...), or rows in TBQ4
+(num_pages, page_size, num_kv_heads, ...), or rows in TBQ4 or fp8
         Dense, or paged with `page_table`; the last dimension is head_dim for keys and value_dim for values. Each may be
         a `Tbq4Array` instead, or any object with its `codes`, `norms` and `mean`: the rows are those of `dequantize`,
-        with the mean.
+        with the mean. Or an `Fp8Array`, or any object with its `codes` and `scale`.
     kv_len : int or ndarray, shape (batch,)
         Valid tokens per sequence, those of `q` included. Rows past it are never read.
     page_table : ndarray, shape (batch, max_pages), int32, optional

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cuattn import _tbq4
-from cuattn.reference.sequences import Array, Rows, Tbq4Rows
+from cuattn.reference.fp8 import E4M3
+from cuattn.reference.sequences import Array, Fp8Rows, Rows, Tbq4Rows
 from cuattn.reference.tbq4 import levels, rotate, unrotate
 
 # Products that one tensor-core instruction adds for 16-bit inputs, and for floats.
@@ -127,6 +128,12 @@ def _as_float16(rows: Tbq4Rows) -> tuple[Array, float]:
     return blocks.reshape(len(rows), 2 * rows.codes.shape[-1]), factor
 
 
+def _codes_as_float16(rows: Fp8Rows) -> Array:
+    """Return the rows of one head as operands: codes, which are exact as float16, without their scale."""
+    codes: Array = rows.codes[:, 0].view(E4M3)
+    return codes.astype(np.float16)
+
+
 def scores(q: Array, k: Rows, *, expanded: bool = False) -> npt.NDArray[np.float32]:
     """Return the dot products of queries and keys of one head.
 
@@ -134,15 +141,23 @@ def scores(q: Array, k: Rows, *, expanded: bool = False) -> npt.NDArray[np.float
     float16; its sum is multiplied with its norm, and the product of query and mean is added last. With `expanded`, see
     `Options`, keys are float16 instead.
 
+    For keys in fp8 the queries are brought to a common size and rounded to float16 likewise, which changes them only if
+    they are bfloat16 of very different sizes; the sum of products with codes is multiplied with the scale.
+
     Parameters
     ----------
     q : ndarray, shape (rows, head_dim), float16, bfloat16 or float32
-    k : ndarray or Tbq4Rows, shape (keys, head_dim)
+    k : ndarray, Tbq4Rows or Fp8Rows, shape (keys, head_dim)
 
     Returns
     -------
     ndarray, shape (rows, keys), float32
     """
+    if isinstance(k, Fp8Rows):
+        exact = q.astype(np.float64)
+        of_rows = _factor(exact, _QUERY_EXPONENT)
+        total = tensor_core((exact * of_rows).astype(np.float16), _codes_as_float16(k).T)
+        return (total / of_rows * k.scale).astype(np.float32)
     if not isinstance(k, Tbq4Rows):
         return products_of_floats(q, k.T) if q.dtype == np.float32 else tensor_core(q, k.T)
     block = _tbq4.block_of(q.shape[-1])
@@ -171,18 +186,21 @@ def weighted_sums(
 
     For values in TBQ4 a weight takes the norm of a block in and the products of a row are brought to a common size
     before they are rounded to float16; the sums are rotated back, and the mean joins with the sum of the weights.
+    For values in fp8 weights are rounded to float16, and the sum of products with codes is multiplied with the scale.
 
     Parameters
     ----------
     weights : ndarray, shape (rows, keys), float32
-    v : ndarray or Tbq4Rows, shape (keys, value_dim)
+    v : ndarray, Tbq4Rows or Fp8Rows, shape (keys, value_dim)
     dtype : dtype
-        Of the values, to which weights are rounded.
+        Of values in 16 bits, to which weights are rounded.
 
     Returns
     -------
     ndarray, shape (rows, value_dim), float32
     """
+    if isinstance(v, Fp8Rows):
+        return (tensor_core(weights.astype(np.float16), _codes_as_float16(v)) * v.scale).astype(np.float32)
     if not isinstance(v, Tbq4Rows):
         return products_of_floats(weights, v) if v.dtype == np.float32 else tensor_core(weights.astype(dtype), v)
     if expanded:

@@ -179,7 +179,7 @@ def decode_same_precision(
     Parameters
     ----------
     q, k_cache, v_cache : ndarray, float16, bfloat16 or float32
-        Shapes as in `decode`; the caches may be rows in TBQ4 beside q in 16 bits.
+        Shapes as in `decode`; the caches may be rows in TBQ4 or fp8 beside q in 16 bits.
     kv_len, page_table, causal, window, tree_mask, softcap, sinks, softmax_scale, num_splits, k_sink, v_sink, \
 k_recent, v_recent, return_lse, out
         As in `decode`.

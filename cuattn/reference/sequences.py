@@ -7,11 +7,13 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cuattn.reference.fp8 import dequantize_fp8
 from cuattn.reference.tbq4 import dequantize
 
 Array: TypeAlias = npt.NDArray[Any]
 Window: TypeAlias = tuple[int | None, int | None] | None
-# Rows in 16 bits or wider, or an object with the planes `codes` and `norms` and the `mean` of rows in TBQ4.
+# Rows in 16 bits or wider, or an object with the planes `codes` and `norms` and the `mean` of rows in TBQ4, or with
+# the `codes` and the `scale` of rows in fp8.
 Cache: TypeAlias = Any
 
 
@@ -80,25 +82,75 @@ class Tbq4Rows:
         """Return the rows that these are, with their mean."""
         return dequantize(self.codes, self.norms, mean=self.mean, dtype=dtype)
 
+    def of_head(self, tokens: slice, kv_head: int) -> "Tbq4Rows":
+        """Return some rows of one head."""
+        mean = None if self.mean is None else self.mean[kv_head]
+        return Tbq4Rows(self.codes[tokens, kv_head], self.norms[tokens, kv_head], mean)
 
-Rows: TypeAlias = Array | Tbq4Rows
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Numbers of KV heads and of elements of a row."""
+        return int(self.codes.shape[1]), 2 * int(self.codes.shape[2])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether zero times any element is zero."""
+        return bool(np.isfinite(self.norms).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows in fp8, of all KV heads or of one: the axis of heads has one element in both arrays then.
+
+    Attributes
+    ----------
+    codes : ndarray, shape (tokens, num_kv_heads, head_dim), uint8
+    scale : ndarray, shape (num_kv_heads,), float32
+    """
+
+    codes: Array
+    scale: Array
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def decoded(self, dtype: npt.DTypeLike) -> Array:
+        """Return the rows that these are."""
+        return dequantize_fp8(self.codes, self.scale, dtype=dtype)
+
+    def of_head(self, tokens: slice, kv_head: int) -> "Fp8Rows":
+        """Return some rows of one head."""
+        return Fp8Rows(self.codes[tokens, kv_head : kv_head + 1], self.scale[kv_head : kv_head + 1])
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Numbers of KV heads and of elements of a row."""
+        return int(self.codes.shape[1]), int(self.codes.shape[2])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether zero times any element is zero."""
+        return bool(np.isfinite(self.decoded(np.float32)).all())
+
+
+Rows: TypeAlias = Array | Tbq4Rows | Fp8Rows
+_CODED = (Tbq4Rows, Fp8Rows)
 
 
 def exact_rows(rows: Rows, dtype: npt.DTypeLike) -> Array:
     """Return rows of any format as numbers."""
-    return rows.decoded(dtype) if isinstance(rows, Tbq4Rows) else rows.astype(dtype)
+    return rows.decoded(dtype) if isinstance(rows, _CODED) else rows.astype(dtype)
 
 
 def _of_head(rows: Rows, tokens: slice, kv_head: int) -> Rows:
-    if not isinstance(rows, Tbq4Rows):
-        return rows[tokens, kv_head]
-    mean = None if rows.mean is None else rows.mean[kv_head]
-    return Tbq4Rows(rows.codes[tokens, kv_head], rows.norms[tokens, kv_head], mean)
+    return rows.of_head(tokens, kv_head) if isinstance(rows, _CODED) else rows[tokens, kv_head]
 
 
 def chosen(rows: Rows, keys: Array) -> Rows:
     """Return some rows of one KV head."""
-    return Tbq4Rows(rows.codes[keys], rows.norms[keys], rows.mean) if isinstance(rows, Tbq4Rows) else rows[keys]
+    if isinstance(rows, Tbq4Rows):
+        return replace(rows, codes=rows.codes[keys], norms=rows.norms[keys])
+    return replace(rows, codes=rows.codes[keys]) if isinstance(rows, Fp8Rows) else rows[keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +169,12 @@ class Part:
     @property
     def value_shape(self) -> tuple[int, int]:
         """Numbers of KV heads and of elements of a value."""
-        rows = self.v.codes if isinstance(self.v, Tbq4Rows) else self.v
-        return int(rows.shape[1]), int(rows.shape[2]) * (2 if isinstance(self.v, Tbq4Rows) else 1)
+        return self.v.value_shape if isinstance(self.v, _CODED) else (int(self.v.shape[1]), int(self.v.shape[2]))
 
     @property
     def has_finite_values(self) -> bool:
         """Whether zero times any value is zero."""
-        return bool(np.isfinite(self.v.norms if isinstance(self.v, Tbq4Rows) else self.v).all())
+        return self.v.is_finite if isinstance(self.v, _CODED) else bool(np.isfinite(self.v).all())
 
     def of_head(self, kv_head: int, start: int, stop: int) -> tuple[Rows, Rows]:
         """Return keys and values ``[tokens, ...]`` of the positions from `start` to `stop` that are in here."""
@@ -163,22 +214,23 @@ Attend: TypeAlias = Callable[[Array, list[Part], Options], tuple[Array, Array]]
 _NOTHING_KEPT = Kept()
 
 
-def is_tbq4(x: Cache) -> bool:
+def _has_norms(x: Cache) -> bool:
     """Whether rows are given as the planes of TBQ4."""
-    return hasattr(x, "codes")
+    return hasattr(x, "norms")
 
 
-def _num_axes(x: Cache) -> int:
-    return int((x.codes if is_tbq4(x) else x).ndim)
+def _rows_or_codes(x: Cache) -> Array:
+    rows: Array = x.codes if hasattr(x, "codes") else x
+    return rows
 
 
 def _value_dim(x: Cache) -> int:
-    return int(2 * x.codes.shape[-1] if is_tbq4(x) else x.shape[-1])
+    return int(_rows_or_codes(x).shape[-1]) * (2 if _has_norms(x) else 1)
 
 
 def _length(x: Cache, sequence: int, length: int | None, cu_seqlens: Array | None, page_table: Array | None) -> int:
     """Return the number of tokens of a sequence: all that `x` holds, or `length` if it holds as many."""
-    x = x.codes if is_tbq4(x) else x
+    x = _rows_or_codes(x)
     if page_table is not None:
         if length is None:
             raise ValueError("kv_len must be given with page_table")
@@ -206,8 +258,11 @@ def _gather(x: Array, sequence: int, tokens: range, cu_seqlens: Array | None, pa
 
 
 def _rows(x: Cache, sequence: int, tokens: range, cu_seqlens: Array | None, page_table: Array | None) -> Rows:
-    if not is_tbq4(x):
+    if not hasattr(x, "codes"):
         return _gather(x, sequence, tokens, cu_seqlens, page_table)
+    if not _has_norms(x):
+        codes = _gather(x.codes, sequence, tokens, cu_seqlens, page_table)
+        return Fp8Rows(codes, np.broadcast_to(np.asarray(x.scale, np.float32), codes.shape[1]))
     codes, norms = (_gather(plane, sequence, tokens, cu_seqlens, page_table) for plane in (x.codes, x.norms))
     return Tbq4Rows(codes, norms, x.mean)
 
@@ -227,7 +282,7 @@ def attend_each(
 ) -> tuple[Array, Array]:
     """Call `attend` on every sequence and put the results together in the layout of `q`."""
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    is_ragged = cu_seqlens_q is not None and page_table is None and _num_axes(k) == q.ndim
+    is_ragged = cu_seqlens_q is not None and page_table is None and _rows_or_codes(k).ndim == q.ndim
     if is_ragged and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lengths = [None] * batch if kv_len is None else [int(n) for n in np.broadcast_to(np.asarray(kv_len), batch)]

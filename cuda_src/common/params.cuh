@@ -70,6 +70,10 @@ struct DecodeParams {
   i64 tree_mask_stride_batch;
   i64 tree_mask_stride_token;
   i64 tree_mask_stride_key;
+  const float* k_scales;  // [num_kv_heads], what values of fp8 are multiplied by; null: k_scale, for all heads
+  const float* v_scales;  // as k_scales
+  float k_scale;
+  float v_scale;
 };
 
 struct MergeParams {
@@ -264,6 +268,9 @@ struct AppendSide {
   i64 recent_stride_batch;
   i64 recent_stride_token;
   i64 recent_stride_head;
+  const float* scales;  // [num_kv_heads], what values are divided by before they become fp8; null: scale, for all heads
+  float scale;
+  int reserved;
 };
 
 struct AppendParams {

@@ -292,6 +292,28 @@ __device__ __forceinline__ u32 pack2<Bfloat16>(float lo, float hi) {
   return r;
 }
 
+// Whether there are conversions from and to fp8 e4m3.
+constexpr bool CONVERTS_E4M3 = __CUDA_ARCH__ >= 890;
+// PTX ISA: cvt.rn.f16x2.e4m3x2, of the two lower ones of four codes and of the two upper ones, each the lower one to
+// the low half. Both at once, as the compiler would shift a word for its upper half, which the instruction can pick
+// itself.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ void halves_of_e4m3(u32 (&pairs)[2], u32 codes) {
+  static_assert(ARCH >= 890, "common/e4m3.cuh has another way");
+  asm("{\n.reg .b16 lower, upper;\nmov.b32 {lower, upper}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lower;\ncvt.rn.f16x2.e4m3x2 %1, upper;\n}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(codes));
+}
+// PTX ISA: cvt.rn.satfinite.e4m3x2.f32; `lo` goes to the low byte. What is too large becomes 448, NaN stays NaN.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ u32 pack_e4m3(float lo, float hi) {
+  static_assert(ARCH >= 890, "common/e4m3.cuh has another way");
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
 // PTX ISA: cvt.f32.f16; a bfloat16 is the upper half of a float.
 __device__ __forceinline__ float to_float(Half x) {
   float y;

@@ -16,15 +16,16 @@ template <int HEAD_DIM>
 struct Tile16 {
   static constexpr int ROW_BYTES = HEAD_DIM * 2;
   static constexpr int CHUNKS = ROW_BYTES / 16;
-  static constexpr int ROW_PERIOD = 8;                    // rows whose chunks are swizzled alike are so far apart
-  static constexpr int PERIOD = CHUNKS % 8 == 0 ? 8 : 4;  // chunks that are exchanged among themselves
-  static_assert(CHUNKS % 4 == 0, "head_dim must be a multiple of 32");
+  static constexpr int ROW_PERIOD = 8;  // rows whose chunks are swizzled alike are so far apart
+  static constexpr int PERIOD = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks exchanged among themselves
+  static_assert(CHUNKS % 2 == 0, "head_dim must be a multiple of 16");
 
   // Byte offset of 16-byte chunk `chunk` of row `row`. ldmatrix reads one chunk of eight successive rows, which must
   // fall into eight different 16-byte columns of the 128-byte bank row. Rows of 64 mod 128 bytes alternate halves by
-  // themselves and need two more bits; rows of 0 mod 128 bytes need all three.
+  // themselves and need two more bits; rows of 0 mod 128 bytes need all three. Four successive rows of 32 or 96 mod
+  // 128 bytes stand in every second column, and the next four in the same ones unless one bit is flipped.
   static __device__ __forceinline__ int offset(int row, int chunk) {
-    const int key = PERIOD == 8 ? row & 7 : (row >> 1) & 3;
+    const int key = PERIOD == 8 ? row & 7 : PERIOD == 4 ? (row >> 1) & 3 : (row >> 2) & 1;
     return row * ROW_BYTES + ((chunk ^ key) << 4);
   }
 
@@ -38,6 +39,10 @@ struct Tile16 {
 // Rows of floats lie as rows of twice as many halves: an mma of TF32 takes eight of them, one of 16 bits sixteen.
 template <int HEAD_DIM>
 using Tile32 = Tile16<2 * HEAD_DIM>;
+
+// Rows of bytes lie as rows of half as many halves, which is what ldmatrix takes them for.
+template <int HEAD_DIM>
+using Tile8 = Tile16<HEAD_DIM / 2>;
 
 // Rows that no mma reads as they are.
 template <int BYTES>

@@ -19,7 +19,7 @@ constexpr float LN_2 = 0.69314718055994530942f;
 
 // Values as in cuattn/_kinds.py, which prints them by name.
 enum class Dtype { FP16, BF16, FP32 };
-enum class KvFormat { RAW16, RAW32, TBQ4 };
+enum class KvFormat { RAW16, RAW32, TBQ4, FP8 };
 // What comes with a partial result: its lse, and the result normalized; or its softmax state (m, l), and the bare sum.
 enum class Parts { LSE, STATE };
 

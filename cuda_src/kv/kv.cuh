@@ -7,7 +7,9 @@
 //   offset(row, chunk)      place in a shared tile; ROW_PERIOD rows further it is as many rows further
 //   NORMS                   float16 norms of a row in a plane of their own; 0: none
 //   PARTS                   blocks of head_dim with an accumulator or a P of their own
-//   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too
+//   IN_ROTATED_DOMAIN       whether rows are rotated, so that Q and O must be too, and may have lost a mean
+//   SCALES_QUERIES          whether rows of Q are stored with a factor each, by which scores are multiplied
+//   HAS_SCALE               whether values are multiplied by a scale of their KV head: the factor of Q (K), or O (V)
 //   fetch_queries, store_queries  Q on its way, and in a shared tile
 //   restore                 a row of O in the lanes of a warp
 //   fill_table              what its operands look up
@@ -19,6 +21,7 @@
 //   value, all_finite       for tiles in which a row may not see every key; formats without norms only, floats no value
 #ifndef CUATTN_KV_KV_CUH
 #define CUATTN_KV_KV_CUH
+#include "kv/fp8.cuh"
 #include "kv/raw16.cuh"
 #include "kv/raw32.cuh"
 #if CUATTN_TBQ4
@@ -34,6 +37,10 @@ struct KvOf<KvFormat::RAW16, Elem, HEAD_DIM> {
 template <int HEAD_DIM>
 struct KvOf<KvFormat::RAW32, float, HEAD_DIM> {
   using type = Raw32<HEAD_DIM>;
+};
+template <class Elem, int HEAD_DIM>
+struct KvOf<KvFormat::FP8, Elem, HEAD_DIM> {
+  using type = Fp8<Elem, HEAD_DIM>;
 };
 #if CUATTN_TBQ4
 template <class Elem, int HEAD_DIM>

@@ -12,6 +12,8 @@ struct RawRows : Rows {
   static constexpr int NORMS = 0;
   static constexpr int PARTS = 1;
   static constexpr bool IN_ROTATED_DOMAIN = false;
+  static constexpr bool HAS_SCALE = false;
+  static constexpr bool SCALES_QUERIES = false;
 
   // A operands of S^T = K Q^T: 16 tokens, 32 bytes of each.
   struct KeyLane {
@@ -38,9 +40,10 @@ struct RawRows : Rows {
   }
 
   // Copies `rows` rows of Q to a shared tile; source(row) is the address of a row, null for zeros.
-  template <class Mean, class Source>
+  template <class Mean, class Factor, class Source>
   static __device__ __forceinline__ void store_queries(u8* tile, float* /*scale*/, float* /*bias*/, Mean /*mean_of*/,
-                                                       int rows, Source source, QueryPart /*part*/) {
+                                                       Factor /*factor_of*/, int rows, Source source,
+                                                       QueryPart /*part*/) {
     for (int index = threadIdx.x; index < rows * Tile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
       const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
       const u8* address = source(row);

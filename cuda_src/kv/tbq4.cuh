@@ -67,6 +67,8 @@ struct Rows : RotatedRows<Elem, HEAD_DIM> {
   static constexpr int NORMS = HEAD_DIM / cfg::BLOCK;
   static constexpr int PARTS = NORMS;
   static constexpr bool IN_ROTATED_DOMAIN = true;
+  static constexpr bool HAS_SCALE = false;
+  static constexpr bool SCALES_QUERIES = true;
   static constexpr int ROW_BYTES = HEAD_DIM / 2;
   static constexpr int CHUNKS = ROW_BYTES / 16;
   static constexpr int ROW_PERIOD = 4;
@@ -186,9 +188,9 @@ struct Rows : RotatedRows<Elem, HEAD_DIM> {
     }
   }
 
-  template <class Mean, class Source>
-  static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, Mean mean_of, int rows,
-                                                       Source source, QueryPart query) {
+  template <class Mean, class Factor, class Source>
+  static __device__ __forceinline__ void store_queries(u8* tile, float* scale, float* bias, Mean mean_of,
+                                                       Factor /*factor_of*/, int rows, Source source, QueryPart query) {
     Rotation::template store_rotated<Rows>(tile, scale, bias, mean_of, rows, source, query);
   }
 

@@ -77,13 +77,6 @@ __device__ __forceinline__ void restore_row(float (&x)[BLOCKS][4], int lane) {
   }
 }
 
-// The power of two that a rotated row of Q is multiplied by, so that its largest value is 2^14 or up to twice that;
-// rows of zeros, and of subnormal or infinite numbers, stay as they are.
-__device__ __forceinline__ int query_shift(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return exponent > -112 && exponent < 128 ? 14 - exponent : 0;
-}
-
 }  // namespace tbq4
 
 #endif

@@ -6,6 +6,7 @@
 #define CUATTN_KV_TILES_SM90_TBQ4_CUH
 #include "common/head_rows.cuh"
 #include "common/ptx_sm90.cuh"
+#include "common/query_shift.cuh"
 #include "common/swizzled_tile.cuh"
 #include "kv/tbq4_levels.cuh"
 #include "kv/tbq4_quads.cuh"

@@ -5,6 +5,7 @@
 // constructor that fills them, called by the whole block, and write, called by the whole warp together.
 #ifndef CUATTN_KV_WRITER_CUH
 #define CUATTN_KV_WRITER_CUH
+#include "common/e4m3.cuh"
 #include "common/params.cuh"
 #include "common/ptx.cuh"
 #include "kv/tbq4_codec.cuh"
@@ -14,7 +15,7 @@ namespace kv {
 constexpr int LANES = tbq4::LANES;
 constexpr int VALUES = cfg::PIECE / LANES;
 
-// Words in accesses of 16 bytes, or of 8 where there are so few.
+// Words in accesses of 16 bytes, or of 8 or 4 where there are so few.
 template <int WORDS>
 __device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* source) {
   if constexpr (WORDS == 2) {
@@ -30,7 +31,9 @@ __device__ __forceinline__ void load(u32 (&words)[WORDS], const u8* source) {
 }
 template <int WORDS>
 __device__ __forceinline__ void store(u8* target, const u32 (&words)[WORDS]) {
-  if constexpr (WORDS == 2) {
+  if constexpr (WORDS == 1) {
+    *reinterpret_cast<u32*>(target) = words[0];
+  } else if constexpr (WORDS == 2) {
     *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
   } else {
 #pragma unroll
@@ -99,6 +102,27 @@ struct Raw16Writer {
   }
 };
 
+struct Fp8Writer {
+  static constexpr int SMEM_BYTES = 0;
+
+  __device__ __forceinline__ explicit Fp8Writer(u8*) {}
+
+  template <class In>
+  __device__ __forceinline__ void write(const AppendSide& side, const Values<In>& x, const Slot& slot,
+                                        bool inside) const {
+    if (!inside) return;
+    const float scale = side.scales == nullptr ? side.scale : __ldg(side.scales + slot.head);
+    u32 words[Values<In>::COUNT / 4];
+#pragma unroll
+    for (int i = 0; i < Values<In>::COUNT / 4; ++i) {
+      words[i] = e4m3::narrow(x.value(4 * i) / scale, x.value(4 * i + 1) / scale) |
+                 e4m3::narrow(x.value(4 * i + 2) / scale, x.value(4 * i + 3) / scale) << 16;
+    }
+    store(side.cache + slot.offset(side.cache_stride_page, side.cache_stride_token, side.cache_stride_head) + slot.dim,
+          words);
+  }
+};
+
 struct Tbq4Writer {
   static constexpr int SMEM_BYTES = sizeof(tbq4::Cells);
 
@@ -149,6 +173,11 @@ struct WriterOf<KvFormat::RAW16, Elem> {
 template <class Elem>
 struct WriterOf<KvFormat::TBQ4, Elem> {
   using type = Tbq4Writer;
+};
+
+template <class Elem>
+struct WriterOf<KvFormat::FP8, Elem> {
+  using type = Fp8Writer;
 };
 
 }  // namespace kv

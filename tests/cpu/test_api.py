@@ -324,6 +324,7 @@ def test_the_public_names_are_those_documented() -> None:
         "CompileError",
         "DecodePlan",
         "Device",
+        "Fp8Array",
         "PrefillPlan",
         "Tbq4Array",
         "TiledPrefillPlan",
@@ -337,6 +338,7 @@ def test_the_public_names_are_those_documented() -> None:
         "plan_prefill",
         "prefill",
         "quantize",
+        "quantize_fp8",
         "reference",
     }
     assert all(hasattr(cuattn, name) for name in cuattn.__all__)

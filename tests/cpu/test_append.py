@@ -36,6 +36,9 @@ def by_hand(problem):
                 rounded = row.astype(DTYPES[problem.dtype])
             if f"{side}_cache" in views:
                 views[f"{side}_cache"][tuple(slot)] = rounded
+            elif f"{side}_scale" in views:
+                codes = reference.quantize_fp8(row, scale=views[f"{side}_scale"]).codes
+                views[f"{side}_codes"][tuple(slot)] = codes
             else:
                 codes, norms, clamped = reference.quantize(row, mean=views.get(f"{side}_mean"))
                 views[f"{side}_codes"][tuple(slot)], views[f"{side}_norms"][tuple(slot)] = codes, norms

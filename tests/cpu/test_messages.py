@@ -156,9 +156,6 @@ FORM = [
     Bad("num_splits is a float", {"num_splits": 1.5}, TypeError, ("num_splits", "1.5", "integer")),
     Bad("num_splits is a string", {"num_splits": "2"}, TypeError, ("num_splits", "'2'", "integer")),
     Bad("num_splits is a bool", {"num_splits": True}, EITHER, ("num_splits", "True")),
-    Bad("tree_mask has another shape", {"tree_mask": np.ones((2, 2, 2), bool)}, ValueError, ("tree_mask", "(2, 1, 1)")),
-    Bad("tree_mask is int32", {"tree_mask": np.ones((2, 1, 1), np.int32)}, TypeError, ("tree_mask", "int32", "uint8")),
-    Bad("tree_mask is a list", {"tree_mask": [[[1]]]}, TypeError, ("tree_mask", "list", "array")),
     Bad("balance is 1", {"balance": 1}, TypeError, ("balance", "True or False", "1")),
     *(
         Bad(f"balance beside {name}", {"balance": True, name: x}, ValueError, ("balance", name, "False"))
@@ -358,6 +355,9 @@ KEPT = [
             Bad(f"{k} is in TBQ4", {k: tbq4(2, 3, 2, 64), v: half(2, 3, 2, 64)}, TypeError, (k, "Tbq4Array", "array")),
         )
     ),
+    Bad("tree_mask has another shape", {"tree_mask": np.ones((2, 2, 2), bool)}, ValueError, ("tree_mask", "(2, 1, 1)")),
+    Bad("tree_mask is int32", {"tree_mask": np.ones((2, 1, 1), np.int32)}, TypeError, ("tree_mask", "int32", "uint8")),
+    Bad("tree_mask is a list", {"tree_mask": [[[1]]]}, TypeError, ("tree_mask", "list", "array")),
 ]
 DECODE_OUT = [
     Bad("out has a longer axis", {"out": half(2, 4, 128)}, ValueError, ("out", "(2, 4, 128)", "(2, 4, 64)", "q")),

@@ -32,7 +32,9 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def to_device(x: Any) -> Any:
-    """Copy a NumPy array, or rows in TBQ4, to the GPU; return anything else."""
+    """Copy a NumPy array, or rows in TBQ4 or fp8, to the GPU; return anything else."""
+    if isinstance(x, cuattn.Fp8Array):
+        return cuattn.Fp8Array(cupy.asarray(x.codes), to_device(x.scale))
     if isinstance(x, cuattn.Tbq4Array):
         return cuattn.Tbq4Array(*(to_device(part) for part in (x.codes, x.norms, x.mean)))
     return cupy.asarray(x) if isinstance(x, np.ndarray) else x
@@ -144,4 +146,9 @@ def on_device(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def planes(arrays: Any) -> list[Any]:
-    return [y for x in arrays for y in ((x.codes, x.norms) if isinstance(x, cuattn.Tbq4Array) else (x,))]
+    def of(x: Any) -> tuple[Any, ...]:
+        if isinstance(x, cuattn.Fp8Array):
+            return (x.codes,)
+        return (x.codes, x.norms) if isinstance(x, cuattn.Tbq4Array) else (x,)
+
+    return [y for x in arrays for y in of(x)]

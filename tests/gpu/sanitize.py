@@ -25,6 +25,7 @@ from tolerance import assert_append, assert_blocks, assert_decode, assert_prefil
 import cuattn  # noqa: E402
 
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
+FP8 = {"k_format": "fp8", "v_format": "fp8"}
 FLOATS = {"dtype": "float32", "k_format": "raw32", "v_format": "raw32"}
 PROBLEMS = (
     Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, sinks=True),
@@ -44,6 +45,10 @@ PROBLEMS = (
     Problem(kv_len=(100,), group=2, head_dim=512, page_size=5, **TBQ4),
     Problem(kv_len=(300, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=40),
     Problem(kv_len=(300, 2), group=3, head_dim=64, v_format="tbq4", num_sink=1, num_recent=4, means=True),
+    Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, **FP8, sinks=True),
+    Problem(kv_len=(130, 300), seqlen_q=3, group=4, head_dim=256, **FP8, dtype="bfloat16", window=(40, 3)),
+    Problem(kv_len=(100,), group=2, head_dim=96, page_size=5, k_format="fp8", num_sink=3, num_recent=7),
+    Problem(kv_len=(300, 7), group=2, head_dim=128, k_format="tbq4", v_format="fp8"),
 )
 # Few tokens against keys for two splits.
 CHUNK = ((9, 2100),)

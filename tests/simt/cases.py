@@ -55,6 +55,7 @@ SOURCES = {
     "warp_ops": Source(
         "warp_ops.cu", ("warp_ops", "permute", "infinities", "multiply_halves", "larger_halves", "convert")
     ),
+    "e4m3_ops": Source("e4m3_ops.cu", ("widen", "narrow"), arch="sm_89"),
     "stream_mma": Source("stream_mma.cu", ("stream_mma",)),
     "sm90_ops": Source("sm90_ops.cu", ("tma_2d", "tma_3d", "tma_4d", "bulk", *WGMMA_KERNELS), arch="sm_90a"),
     "attention_f16": attention_source("FP16", 64, 64, 2),

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from fp8_codes import values_to_encode
 from simt.cases import BF16, F16, WGMMA, WGMMA_KERNELS, Case, Map, Out, Struct
 
 SWIZZLES = (0, 32, 64, 128)
@@ -192,6 +194,27 @@ def rounding_edges() -> np.ndarray:
         return np.concatenate([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))])
 
 
+# ---- e4m3_ops.cu -------------------------------------------------------------------------------------------------
+
+
+def e4m3_cases() -> Iterator[Case]:
+    """All pairs of codes, in either half of a word; and all numbers, their ties, and what is beside these."""
+    low = np.arange(1 << 16, dtype=np.uint16)
+    codes = np.stack([low, low[::-1]], 1)
+    halves = codes.view(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(F16)
+    halves = np.where(np.isnan(halves), np.uint16(0x7FFF), halves.view(np.uint16)).copy().view(np.uint32)
+    outs = (Out(halves), Out(halves))
+    yield Case("e4m3_ops", "widen", (codes.view(np.uint32)[:, 0].copy(), *outs, np.int32(len(codes))), grid=2)
+
+    x = np.concatenate([values_to_encode(), rounding_edges()])
+    with np.errstate(invalid="ignore"):
+        two = np.stack([-x, x], 1)
+        narrow = np.clip(two, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    words = np.where(np.isnan(two), np.uint8(0x7F), narrow).astype(np.uint32) << np.uint32([0, 8])
+    outs = (Out(words.sum(1, dtype=np.uint32)), Out(words.sum(1, dtype=np.uint32)))
+    yield Case("e4m3_ops", "narrow", (x, *outs, np.int32(x.size)), grid=2)
+
+
 # ---- stream_mma.cu -----------------------------------------------------------------------------------------------
 
 
@@ -345,6 +368,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: type) -> n
 
 def all_cases() -> Iterator[Case]:
     yield from warp_cases()
+    yield from e4m3_cases()
     yield stream_case()
     yield from copy_cases()
     yield from wgmma_cases()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simt import product
 
-from cuattn import Tbq4Array, _arrays, _jit, _plan, _tiled
+from cuattn import Fp8Array, Tbq4Array, _arrays, _jit, _plan, _tiled
 
 # Bytes of arrays and of memory that nobody has written.
 _POISON = 0xFF
@@ -104,13 +104,15 @@ class _Kernel:
 
 
 def on_gpu(x: Any, ordinal: int = 0) -> Any:
-    """Return copies of NumPy arrays, also those of a `Tbq4Array`, with their strides; anything else as it is."""
+    """Return copies of NumPy arrays, also those of caches of codes, with their strides; anything else as it is."""
     if isinstance(x, np.ndarray):
         copy = _on_a_boundary(x.shape, x.dtype, x.strides)
         copy[...] = x
         return GpuArray(copy, ordinal=ordinal)
     if isinstance(x, Tbq4Array):
         return Tbq4Array(*(on_gpu(part, ordinal) for part in (x.codes, x.norms, x.mean, x.clamped)))
+    if isinstance(x, Fp8Array):
+        return Fp8Array(*(on_gpu(part, ordinal) for part in (x.codes, x.scale)))
     return x
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from simt import harness
 from strategies import AppendProblem, PrefillProblem, Problem
 
-from cuattn import _append, _check, _jit, _merge, _plan, _prefill_params, _quantize, _segments, _tbq4, _tiled
+from cuattn import Fp8Array, _append, _check, _jit, _merge, _plan, _prefill_params, _quantize, _segments, _tbq4, _tiled
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -241,6 +241,17 @@ def dequantize(
     params = _quantize.dequantize_params(codes, norms, out, mean)
     _launch(out, params, seed, encode=False, with_mean=mean is not None)
     return out
+
+
+def quantize_fp8(x: np.ndarray, scale: Any, seed: int = 0) -> np.ndarray:
+    """Run append.cu as `cuattn.quantize_fp8` does on a GPU; codes start as NaN."""
+    target = Fp8Array(np.full(x.shape, 0xFF, np.uint8), scale)
+    call = _append.encode_call(x, target, np.full)
+    config = _append.append_config(call)
+    grid, threads = (config.grid(call.num_rows, TWO_SMS)[0], 1, 1), (config.num_warps * _plan.WARP, 1, 1)
+    params = _append.append_params(call, call.kv_len)
+    build(config).launch("append_kernel", grid, threads, (params,), smem=config.smem_bytes, seed=seed)
+    return target.codes
 
 
 def append(

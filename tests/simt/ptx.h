@@ -392,6 +392,30 @@ u32 pack2(float lo, float hi) {
   }
 }
 
+constexpr bool CONVERTS_E4M3 = true;
+inline void halves_of_e4m3(u32 (&pairs)[2], u32 codes) {
+  const auto half = [](u32 code) -> u32 {
+    const u32 exponent = code >> 3 & 15, mantissa = code & 7, sign = (code & 0x80) << 8;
+    if ((code & 0x7f) == 0x7f) return 0x7fff;
+    const float size = exponent ? ldexpf(8.f + mantissa, static_cast<int>(exponent) - 10) : ldexpf(mantissa, -9);
+    return sign | simt::float_to_half(size);
+  };
+  for (int i = 0; i < 2; i++) pairs[i] = half(codes >> 16 * i & 0xff) | half(codes >> (16 * i + 8) & 0xff) << 16;
+}
+inline u32 pack_e4m3(float lo, float hi) {
+  const auto code = [](float x) -> u32 {
+    if (std::isnan(x)) return 0x7f;
+    // The largest of the numbers not above, or the one after it; of two that are as near, the even one.
+    const auto number = [](u32 c) { return c < 8 ? ldexpf(c, -9) : ldexpf(8.f + c % 8, static_cast<int>(c / 8) - 10); };
+    const float size = fminf(fabsf(x), 448.f);
+    u32 below = 0;
+    while (below < 0x7e && number(below + 1) <= size) below++;
+    const float down = size - number(below), up = below < 0x7e ? number(below + 1) - size : INFINITY;
+    return (std::signbit(x) ? 0x80 : 0) | (down < up || (down == up && below % 2 == 0) ? below : below + 1);
+  };
+  return code(lo) | code(hi) << 8;
+}
+
 inline float to_float(Half x) { return simt::half_to_float(x.bits); }
 inline float to_float(Bfloat16 x) { return simt::element<Bfloat16>(x.bits); }
 inline float to_float(float x) { return x; }

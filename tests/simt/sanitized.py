@@ -16,7 +16,7 @@ from simt import product  # noqa: E402  after the path
 from strategies import DTYPES, EXACT_APPENDS, PrefillProblem, Problem  # noqa: E402
 from tolerance import assert_append, assert_blocks, assert_decode, assert_prefill, assert_prefill_call  # noqa: E402
 
-from cuattn import Tbq4Array  # noqa: E402
+from cuattn import Fp8Array, Tbq4Array  # noqa: E402
 
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 PROBLEMS = (
@@ -30,6 +30,7 @@ PROBLEMS = (
     Problem(kv_len=(131,), seqlen_q=3, group=4, head_dim=256, **TBQ4, dtype="bfloat16", values="tiny_v"),
     Problem(kv_len=(50, 7), group=2, head_dim=128, k_format="tbq4", page_size=5, num_sink=3, num_recent=10),
     Problem(kv_len=(40, 2), group=3, head_dim=128, v_format="tbq4", num_sink=1, num_recent=4, means=True),
+    Problem(kv_len=(50, 0, 33), num_kv_heads=2, group=3, head_dim=96, k_format="fp8", v_format="fp8"),
 )
 # Tiles of 32 query rows and 16 keys, for two warps: so few kernels that their builds take no longer than all others.
 PREFILLS = (
@@ -63,6 +64,8 @@ def exact_capacity(problem: Problem) -> tuple[Any, ...]:
 def first_tokens(cache: Any, count: int) -> Any:
     if isinstance(cache, Tbq4Array):
         return Tbq4Array(*(x[:, :count].copy() for x in (cache.codes, cache.norms)), cache.mean)
+    if isinstance(cache, Fp8Array):
+        return Fp8Array(cache.codes[:, :count].copy(), cache.scale)
     return cache[:, :count].copy()
 
 

@@ -195,6 +195,26 @@ def test_a_call_runs_on_the_device_of_its_arrays_and_forms_are_of_a_device(gpu, 
     assert len(checks) == 2
 
 
+def test_the_scale_of_fp8_is_of_the_form_as_a_number_and_read_anew_as_an_array(checks):
+    q, k, v, kv_len = PLAIN.arrays()
+    codes = [on_gpu(cuattn.quantize_fp8(np.nan_to_num(x), scale=1.0).codes) for x in (k, v)]
+    given, lengths = on_gpu(q), on_gpu(kv_len)
+
+    def out(*scales):
+        caches = (cuattn.Fp8Array(x, scale) for x, scale in zip(codes, scales, strict=True))
+        return cuattn.decode(given, *caches, lengths).host.astype(float)
+
+    def heads(*sizes):
+        return on_gpu(np.array(sizes, np.float32))
+
+    one = out(1.0, 1.0)
+    assert np.array_equal(out(1.0, 2.0), 2 * one)  # powers of two change no rounding
+    assert np.array_equal(out(1.0, heads(1, 1)), one)
+    assert np.array_equal(out(1.0, heads(2, 4)), one * np.repeat((2, 4), 3)[:, None])
+    assert not np.array_equal(out(4.0, 1.0), one)
+    assert len(checks) == 4
+
+
 def test_sinks_in_16_bits_are_taken_anew_at_every_call(checks):
     """A copy in float32 must not outlive the call."""
     for seed in (0, 1):
@@ -339,4 +359,4 @@ def test_names_of_arrays_and_parameters_agree():
     """A launch takes the address of an array from the place of its name."""
     assert _segments.ARRAYS[-5:] == ("out", "lse", "parts", "states", "shares")
     assert _prefill_launches.ARRAYS[-5:] == ("out", "lse", "parts", "states", "items_claimed")
-    assert len(set(_append._ARRAYS)) == 16
+    assert len(set(_append._ARRAYS)) == 18

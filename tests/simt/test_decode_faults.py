@@ -12,7 +12,7 @@ from simt.faults import selected
 from strategies import Problem
 from tolerance import assert_call, assert_decode
 
-from cuattn import Tbq4Array
+from cuattn import Fp8Array, Tbq4Array
 
 Arrays = tuple[Any, ...]
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
@@ -34,6 +34,7 @@ MORE_SEQUENCES = replace(BLOCKS, kv_len=(20, *(0,) * 8, 20))
 NORMS = replace(CODES, values="tiny_v", kv_len=(900, 901, 902), dtype="bfloat16")
 # A sink has some weight.
 SINKS = replace(CODES, values="normal", kv_len=(20, 1000))
+FP8 = replace(RAW, k_format="fp8", v_format="fp8", values="normal")
 KEPT = replace(CODES, num_sink=3, num_recent=7, page_size=None, seqlen_q=1)
 
 
@@ -85,6 +86,14 @@ def infinite_norm_of_a_key(arrays: Arrays) -> Arrays:
     norms = k.norms.copy()
     norms[:, 10] = np.inf
     return q, Tbq4Array(k.codes, norms, k.mean), v, kv_len
+
+
+def nan_of_the_newest_value(arrays: Arrays) -> Arrays:
+    """Only the last of several query tokens sees it."""
+    q, k, v, kv_len = arrays
+    codes = v.codes.copy()
+    codes[np.arange(len(kv_len)), kv_len - 1, :, 5] = 0x7F
+    return q, k, Fp8Array(codes, v.scale), kv_len
 
 
 def in_the_next_group(stream: str, problem: Problem) -> Fault:
@@ -275,6 +284,34 @@ FAULTS = {
         HEADS, "p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.k_mean + w.kv_head * cfg::HEAD_DIM"
     ),
     "tiles of other heads": in_common("decode_work", HEADS, "blockIdx.x * cfg::TILE_HEADS;", "blockIdx.x;"),
+    # fp8
+    "the scale of keys is not in the scores": in_format(
+        "fp8", FP8, "no_mean, factor_of, rows", "no_mean, [](int) { return 1.f; }, rows"
+    ),
+    "the scale of keys is that of the first head": in_decode(
+        replace(FP8, num_kv_heads=2), "p.k_scale, w.kv_head_of(row)", "p.k_scale, 0"
+    ),
+    "the scale of values is not in the output": in_decode(FP8, "VHead::HAS_SCALE ?", "false ?"),
+    "the scale of values is that of the first head": in_decode(
+        replace(FP8, num_kv_heads=2), "p.v_scale, w.kv_head_of(row)", "p.v_scale, 0"
+    ),
+    "queries of fp8 in the order of head_dim": in_format(
+        "fp8", FP8, "in_chunk / 4 * 2 + in_chunk / 2 % 2 * 8", "in_chunk / 2 * 2"
+    ),
+    "rows of an operand of fp8 exchanged": in_format(
+        "fp8", FP8, "a[0] = lower[0], a[1] = upper[0]", "a[1] = lower[0], a[0] = upper[0]"
+    ),
+    "tokens of fp8 that are not paired": in_format("fp8", FP8, "0x3120", "0x3210"),
+    "elements of O in the order of 16 bits": in_format(
+        "fp8", FP8, "mb * 16 + 2 * g + upper", "mb * 16 + g + 8 * upper"
+    ),
+    "chunks of fp8 exchanged": in_format("fp8", FP8, "codes[kb % 2 * 2]", "codes[2 - kb % 2 * 2]"),
+    "another order of rows in V of fp8": in_format(
+        "fp8", replace(FP8, k_format="raw16"), "Tile::offset(this->row, mb", "Tile::offset(this->row ^ 1, mb"
+    ),
+    "a NaN that is hidden from some rows of a step": in_format(
+        "fp8", replace(FP8, page_size=None), "(found & 0x80808080u) == 0", "true", spoil=nan_of_the_newest_value
+    ),
     # First and newest tokens
     "first tokens are read from the cache too": in_common(
         "decode_work", KEPT, "max(p.first_key, kv_len - p.last_keys)", "0"

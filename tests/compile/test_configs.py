@@ -10,22 +10,26 @@ from cuattn._plan.codec import MIN_MEAN_BLOCKS
 
 # NVRTC leaves the interpreter lock while it compiles.
 WORKERS = 2
-# What CI compiles of decode with fp8: a head_dim with conversions by an instruction, and one without. Of append it is
-# one dtype. A run by hand compiles all.
+# What CI compiles of decode with fp8: a head_dim with conversions by an instruction, and one without.
 FP8_IN_CI = {"sm_90a": 256, "sm_86": 128}
+# GPUs whose tiles are those of others; in CI the ends of the head_dims stand for all.
+LIKE_OTHERS = {"sm_89", "sm_100a"}
 
 
 def is_tried(config, arch):
-    """Whether a config is to be compiled in this run, for which it may be that only a few stand for all with fp8."""
+    """Whether a config is to be compiled in this run: a run by hand compiles all, CI some that stand for others."""
+    if os.environ.get("HYPOTHESIS_PROFILE") != "ci":
+        return True
     fp8 = _plan.KvFormat.FP8
-    if os.environ.get("HYPOTHESIS_PROFILE") != "ci" or config.kernel not in {"append", "decode"}:
-        return True
-    if fp8 not in (config.k_format, config.v_format):
-        return True
-    if config.kernel == "append":
-        return config.dtype is _plan.Dtype.BF16
-    tried = (fp8, fp8, 1, FP8_IN_CI.get(arch))
-    return (config.k_format, config.v_format, config.row_tiles, config.head_dim) == tried
+    if config.kernel == "decode" and fp8 in (config.k_format, config.v_format):
+        return (config.k_format, config.row_tiles, config.head_dim) == (fp8, 1, FP8_IN_CI.get(arch))
+    if config.kernel == "prefill_sm90":
+        # Neither pages nor softcap, or both; of mixed formats those with pages.
+        mixed = config.k_format is not config.v_format
+        return config.paged if mixed else config.uses_tbq4 or config.paged is config.softcap
+    if arch in LIKE_OTHERS:
+        return config.head_dim in (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
+    return True
 
 
 def unique(device):

@@ -57,7 +57,7 @@ struct Smem {
   };
   alignas(128) u8 q[ROWS * QTile::ROW_BYTES];
   float q_scale[ROWS], q_bias[ROWS];  // scores are (s + bias / scale) * scale; used where K scales queries
-  u32 tree[ROWS];
+  u32 tree[ROWS];                     // what a row sees of the last keys
   float m[cfg::NUM_WARPS][ROWS];
   float l[cfg::NUM_WARPS][ROWS];
 };
@@ -225,15 +225,15 @@ __device__ __forceinline__ void multiply_v(float (&o)[cfg::ROW_TILES][DIM_BLOCKS
 // there a hidden row has the weight 0 and finite levels.
 template <class Kv>
 __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DIM_BLOCKS][4], const Weights& p,
-                                                   const u8* tile, const DecodeParams& params, const Work& w, int key0,
-                                                   int lane) {
+                                                   const u8* tile, const DecodeParams& params, const Work& w,
+                                                   const u32* tree, int key0, int lane) {
   if constexpr (Kv::NORMS > 0) {
     return false;
   } else if constexpr (SAME<typename Kv::Operand, float>) {
     if (Kv::all_finite(tile, cfg::TILE_KV, lane)) return false;
     DecodeFloats<Kv, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::add_visible(o, p[0], tile, lane, [&](int row, int key) {
       const KeyRange keys = w.keys(params, row);
-      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end) && !w.tree_hides(params, row, key0 + key);
+      return key0 + key >= keys.lo && key0 + key < min(keys.hi, w.end) && !w.tree_hides(params, tree, row, key0 + key);
     });
     return true;
   } else {
@@ -252,7 +252,7 @@ __device__ __forceinline__ bool multiply_v_visible(float (&o)[cfg::ROW_TILES][DI
                 row < 8 ? p[0][i][n][c] : p[0][i][n][c + 2];  // of rows g and g + 8, the same query in lanes of one t
             const float weight = __shfl_sync(FULL_MASK, held, row % 8 * 4 + t);
             const int key = i * 16 + tile_row(row);
-            if (key < lo || key >= hi || w.tree_hides(params, n * 8 + 2 * t + c, key0 + key)) continue;
+            if (key < lo || key >= hi || w.tree_hides(params, tree, n * 8 + 2 * t + c, key0 + key)) continue;
 #pragma unroll
             for (int mb = 0; mb < DIM_BLOCKS; ++mb) {
               o[n][mb][c] += weight * Kv::value(tile, key, Kv::dim(mb, g, 0));
@@ -304,16 +304,21 @@ struct ScoreScale {
 
 // Calls hide(i, e) for the keys of column c of tile n that its row does not see: accumulator e of key block i.
 template <class Hide>
-__device__ __forceinline__ void for_hidden(const DecodeParams& p, const Work& w, int n, int c, int key0, int lane,
-                                           Hide hide) {
+__device__ __forceinline__ void for_hidden(const DecodeParams& p, const Work& w, const u32* tree, int n, int c,
+                                           int key0, int lane, Hide hide) {
   const int row = n * 8 + lane % 4 * 2 + c;
   const KeyRange keys = w.keys(p, row);
   const int first = key0 + tile_row(lane / 4), lo = keys.lo - first, hi = min(keys.hi, w.end) - first;
-  const auto is_hidden = [&](int key) { return key < lo || key >= hi || w.tree_hides(p, row, first + key); };
 #pragma unroll
   for (int i = 0; i < KEY_BLOCKS; ++i) {
-    if (is_hidden(i * 16)) hide(i, c);
-    if (is_hidden(i * 16 + 8)) hide(i, c + 2);
+    if (i * 16 < lo || i * 16 >= hi) hide(i, c);
+    if (i * 16 + 8 < lo || i * 16 + 8 >= hi) hide(i, c + 2);
+  }
+  if (p.tree_mask == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < KEY_BLOCKS; ++i) {
+    if (w.tree_hides(p, tree, row, first + i * 16)) hide(i, c);
+    if (w.tree_hides(p, tree, row, first + i * 16 + 8)) hide(i, c + 2);
   }
 }
 
@@ -456,7 +461,6 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   };
   const auto k_scale_of = [&](int row) { return head_scale(p.k_scales, p.k_scale, w.kv_head_of(row)); };
   KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, k_scale_of, ROWS, row_of_q, query_part);
-  w.tree = sm.tree;
   if (p.tree_mask != nullptr && threadIdx.x < ROWS) sm.tree[threadIdx.x] = w.read_tree(p, threadIdx.x);
   __syncthreads();  // q is in shared memory, the table, and the tree
   QueryFragments queries;
@@ -514,7 +518,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          for_hidden(p, w, n, c, key0, lane, [&](int i, int e) { s[i][n][e] = neg_inf(); });
+          for_hidden(p, w, sm.tree, n, c, key0, lane, [&](int i, int e) { s[i][n][e] = neg_inf(); });
         }
       }
     }
@@ -551,7 +555,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            for_hidden(p, w, n, c, key0, lane, [&](int i, int e) {
+            for_hidden(p, w, sm.tree, n, c, key0, lane, [&](int i, int e) {
 #pragma unroll
               for (int part = 0; part < VHead::PARTS; ++part) weights[part][i][n][e] = 0.f;
             });
@@ -561,7 +565,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
       scale.update(weights, grew, multiply_o);
     }
     const bool may_show = IN_FLOATS || (masked && (p.seqlen_q > 1 || p.tree_mask != nullptr));
-    if (!may_show || !multiply_v_visible<V>(o, weights, tile, p, w, key0, lane)) {
+    if (!may_show || !multiply_v_visible<V>(o, weights, tile, p, w, sm.tree, key0, lane)) {
       multiply_v<V>(o, weights, tile, value_lane, lane);
     }
     slot = Loader<K, V>::next_slot<false>(slot);

@@ -12,7 +12,6 @@ struct Work {
   int batch, kv_head, split;  // the first KV head
   int num_splits;             // of this sequence
   int part;                   // index of this split's results among those of all
-  const u32* tree;            // [ROWS], in shared memory: what read_tree gives; where there is a tree
   int row0, num_rows;         // rows of this CTA, of each KV head: row0 .. row0 + num_rows - 1
   int kv_len;                 // clamped to the capacity of the page table
   int first;                  // no row sees a key before it
@@ -51,10 +50,10 @@ struct Work {
   __device__ __forceinline__ int tree_begin(const DecodeParams& p) const {
     return p.tree_mask == nullptr ? kv_len : kv_len - p.seqlen_q;
   }
-  // Whether the tree hides one of the keys of `row` from it.
-  __device__ __forceinline__ bool tree_hides(const DecodeParams& p, int row, int key) const {
+  // Whether the tree hides one of the keys of `row` from it; `tree` is [ROWS] of what read_tree gives, if there is one.
+  __device__ __forceinline__ bool tree_hides(const DecodeParams& p, const u32* tree, int row, int key) const {
     const int place = key - (kv_len - p.seqlen_q);
-    return p.tree_mask != nullptr && place >= 0 && (tree[row] >> place & 1) == 0;
+    return p.tree_mask != nullptr && place >= 0 && place < p.seqlen_q && (tree[row] >> place & 1) == 0;
   }
   // Of the last seqlen_q keys, which the token of `row` sees in its tree.
   __device__ __forceinline__ u32 read_tree(const DecodeParams& p, int row) const {

@@ -36,6 +36,7 @@ def decode(
     v_recent: Array | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    workspace: Array | None = None,
 ) -> Any:  # noqa: ANN401  an array, or a pair of arrays with return_lse
     """Attend from the newest tokens of each sequence to its cached keys and values.
 
@@ -104,6 +105,10 @@ head_dim)
     return_lse : bool, default False
     out : array, shape and dtype of `q`, optional
         Receives the result, and is returned; as a CuPy or NumPy array over its memory if it is of another library.
+    workspace : array, shape (num_bytes,), uint8, optional
+        Memory for parts of the result, contiguous from a multiple of 16 bytes on: ``plan_decode(...).workspace_bytes``
+        or more; rows kept in 16 bits take more, which the message says. What is in it does not matter, and may be
+        anything afterwards; calls that may run at the same time need one each. Default: from CuPy's pool.
 
     Returns
     -------
@@ -138,8 +143,8 @@ head_dim)
     GPU, and `out`.
 
     A CUDA graph may capture a call if the same call ran before (kernels are compiled and loaded by then), `kv_len` is
-    on the GPU, and the graph's memory stays its own: results (`out`, the lse) are kept alive, and the workspace comes
-    from a `cupy.cuda.MemoryPool` that is used for the capture only and kept as long as the graph.
+    on the GPU, and the graph's memory stays its own: results (`out`, the lse) are kept alive, and so is `workspace`, or
+    it comes from a `cupy.cuda.MemoryPool` that is used for the capture only and kept as long as the graph.
 
     Arrays of other libraries are ordered by DLPack before the kernel: it waits for their producers. What reads `out`
     afterwards, or reuses the memory of an argument, on a stream of another library must wait for the current CuPy
@@ -158,7 +163,7 @@ head_dim)
     """
     given = [  # in the order of _segments.ARRAYS
         q, *_dispatch.parts(k_cache), *_dispatch.parts(v_cache), page_table, k_sink, v_sink, k_recent, v_recent,
-        tree_mask, sinks, kv_len, out,
+        tree_mask, sinks, kv_len, workspace, out,
     ]  # fmt: skip
     scales = (_dispatch.scale_of(k_cache), _dispatch.scale_of(v_cache))
     options = (causal, window, softcap, softmax_scale, num_splits, split_size, balance, return_lse, *scales)
@@ -168,6 +173,7 @@ head_dim)
             q, k_cache, v_cache, kv_len, page_table=page_table, causal=causal, window=window, tree_mask=tree_mask,
             softcap=softcap, sinks=sinks, softmax_scale=softmax_scale, num_splits=num_splits, split_size=split_size,
             balance=balance, k_sink=k_sink, v_sink=v_sink, k_recent=k_recent, v_recent=v_recent, out=out,
+            workspace=workspace,
         )  # fmt: skip
         with_lse = _check.flag("return_lse", return_lse)
         if not _arrays.is_gpu(call.q):

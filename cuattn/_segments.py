@@ -21,10 +21,11 @@ from ._cache import Cache
 # Arrays of a call; those after "out" are not the caller's.
 ARRAYS = (
     "q", "k_cache", "k_cache_norms", "k_cache_mean", "k_cache_scales", "v_cache", "v_cache_norms", "v_cache_mean",
-    "v_cache_scales", "page_table", "k_sink", "v_sink", "k_recent", "v_recent", "tree_mask", "sinks", "kv_len", "out",
+    "v_cache_scales", "page_table", "k_sink", "v_sink", "k_recent", "v_recent", "tree_mask", "sinks", "kv_len",
+    "workspace", "out",
     "lse", "parts", "states", "shares",
 )  # fmt: skip
-_SINKS, _KV_LEN, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "out"))
+_SINKS, _KV_LEN, _WORKSPACE, _OUT = map(ARRAYS.index, ("sinks", "kv_len", "workspace", "out"))
 
 # Beyond every position: a limit that leaves no key out.
 _ALL = 2**31 - 1
@@ -173,7 +174,7 @@ def arrays_of(call: _check.DecodeCall) -> list[Array | None]:
     lengths = call.kv_len if _arrays.is_gpu(call.kv_len) else None
     return [
         q, k.rows, k.norms, k.mean, k.scales, v.rows, v.norms, v.mean, v.scales, call.page_table, *kept,
-        call.tree_mask, call.sinks, lengths, out,
+        call.tree_mask, call.sinks, lengths, call.workspace, out,
     ]  # fmt: skip
 
 
@@ -260,6 +261,7 @@ class DecodeLaunches:
                 all_launches.append(_merge.launch_of(parts, states, out, lse, shares=shares, fixed=fixed))
         sizes = [0 if x is None else 4 * x.size for x in (parts, states, shares)]
         ends = (sizes[0], sizes[0] + sizes[1], sum(sizes))
+        _check.workspace_of(call.workspace, sum(sizes))
         return cls(ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, *ends)
 
     def run(self, arrays: list[Array], kv_len: object) -> tuple[Array, Array | None]:
@@ -293,7 +295,8 @@ class DecodeLaunches:
         if self.launches is not None:
             pointers = [0, *[0 if x is None else x.data.ptr for x in arrays], 0 if lse is None else lse.data.ptr]
             if self.workspace_bytes:
-                workspace = cupy.cuda.alloc(self.workspace_bytes)
+                given = arrays[_WORKSPACE]
+                workspace = cupy.cuda.alloc(self.workspace_bytes) if given is None else given.data
                 pointers += [workspace.ptr, workspace.ptr + self.parts_end, workspace.ptr + self.states_end]
             else:
                 pointers += [0, 0, 0]

@@ -462,7 +462,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   const auto k_scale_of = [&](int row) { return head_scale(p.k_scales, p.k_scale, w.kv_head_of(row)); };
   KHead::store_queries(sm.q, sm.q_scale, sm.q_bias, mean_of, k_scale_of, ROWS, row_of_q, query_part);
   if (p.tree_mask != nullptr && threadIdx.x < ROWS) sm.tree[threadIdx.x] = w.read_tree(p, threadIdx.x);
-  __syncthreads();  // q is in shared memory, the table, and the tree
+  __syncthreads();  // q, the table and the tree are in shared memory
   QueryFragments queries;
   queries.keep(sm.q, lane);
   const ScoreScale held_scores(p, sm, lane);

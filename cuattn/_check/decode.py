@@ -19,6 +19,7 @@ from cuattn._check.arguments import (
     require_rows,
     require_shape,
     require_sinks,
+    require_writable,
     scale_and_cap,
     window_of,
 )
@@ -47,6 +48,8 @@ class DecodeCall:
         As in `decode`; `softcap` 0 means none.
     one_token : bool
         Whether the caller's q has no axis of query tokens.
+    workspace : array, shape (num_bytes,), uint8, or None
+        None: it must be allocated.
     sink, recent : tuple of array, shape (batch, num_sink or num_recent, num_kv_heads, head_dim), or None
         Keys and values of the first tokens, and rings of the newest, that are read instead of the caches; at least one
         row a sequence.
@@ -70,6 +73,7 @@ class DecodeCall:
     split_size: int | None = None
     balance: bool = False
     tree_mask: Array | None = None
+    workspace: Array | None = None
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -114,6 +118,13 @@ def _split_size(split_size: object, num_splits: int | None) -> int:
     return size
 
 
+def workspace_of(workspace: Array | None, num_bytes: int) -> None:
+    """Refuse memory that is too little for the parts of a call."""
+    if workspace is not None and workspace.size < num_bytes:
+        msg = f"workspace must have at least {num_bytes} bytes for this call, got {workspace.size}"
+        raise ValueError(msg)
+
+
 def _balance(balance: object, others: dict[str, object]) -> bool:
     found = flag("balance", balance)
     if found and (given := next((name for name, x in others.items() if x is not None), "")):
@@ -143,6 +154,7 @@ def decode(
     k_recent: Array | None = None,
     v_recent: Array | None = None,
     out: Array | None = None,
+    workspace: Array | None = None,
     contents: bool = True,
 ) -> DecodeCall:
     """Check the arguments of `decode`; parameters and errors are documented there.
@@ -153,7 +165,7 @@ def decode(
     keys, values = check_cache.taken("k_cache", k_cache), check_cache.taken("v_cache", v_cache)
     given = {
         "page_table": page_table, "sinks": sinks, "out": out, "k_sink": k_sink, "v_sink": v_sink,
-        "k_recent": k_recent, "v_recent": v_recent, "tree_mask": tree_mask,
+        "k_recent": k_recent, "v_recent": v_recent, "tree_mask": tree_mask, "workspace": workspace,
     }  # fmt: skip
     arrays: dict[str, Array | None] = {
         "q": as_array("q", q),
@@ -184,6 +196,12 @@ def decode(
         seqlen_q = 1 if q.ndim == 3 else q.shape[1]  # noqa: PLR2004
         require_shape("tree_mask", tree_mask, (batch, seqlen_q, seqlen_q), "batch and query tokens, twice, as in q")
         require_dtype("tree_mask", tree_mask, ("bool", "uint8"))
+    workspace = arrays["workspace"]
+    if workspace is not None:
+        require_rank("workspace", workspace, (1,), "(num_bytes,)")
+        require_dtype("workspace", workspace, ("uint8",))
+        require_rows("workspace", workspace)
+        require_writable("workspace", workspace)
     if out is not None:
         require_out(out, q.shape, (dtype_name(q),), "the shape of q")
     scale, cap = scale_and_cap(softmax_scale, softcap, head_dim)
@@ -217,4 +235,5 @@ def decode(
         split_size=split_size,
         balance=balance,
         tree_mask=tree_mask,
+        workspace=workspace,
     )

@@ -255,6 +255,7 @@ def decode(
     v_recent: Array | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    workspace: Array | None = None,  # noqa: ARG001  nothing is kept in parts
     dtype: npt.DTypeLike = np.float64,
 ) -> Array | tuple[Array, Array]:
     """Attend from the newest tokens of each sequence to its cached keys and values.
@@ -280,7 +281,7 @@ def decode(
         too.
     window, softcap, sinks, softmax_scale
         As in `attention`.
-    num_splits, split_size, balance : optional
+    num_splits, split_size, balance, workspace : optional
         Without effect on the result.
     k_sink, v_sink : ndarray, shape (batch, num_sink, num_kv_heads, ...), optional
         Rows of the tokens at positions below num_sink, read instead of the caches. Not to be confused with `sinks`.

@@ -12,8 +12,10 @@ from cuattn._plan.codec import MIN_MEAN_BLOCKS
 WORKERS = 2
 # What CI compiles of decode with fp8: a head_dim with conversions by an instruction, and one without.
 FP8_IN_CI = {"sm_90a": 256, "sm_86": 128}
+# The head_dim of which CI compiles K and V in different formats.
+MIXED_IN_CI = 128
 # GPUs whose tiles are those of others; in CI the ends of the head_dims stand for all.
-LIKE_OTHERS = {"sm_89", "sm_100a"}
+LIKE_OTHERS = {"sm_89", "sm_100a", "sm_120a"}
 
 
 def is_tried(config, arch):
@@ -23,13 +25,13 @@ def is_tried(config, arch):
     fp8 = _plan.KvFormat.FP8
     if config.kernel == "decode" and fp8 in (config.k_format, config.v_format):
         return (config.k_format, config.row_tiles, config.head_dim) == (fp8, 1, FP8_IN_CI.get(arch))
+    mixed = hasattr(config, "k_format") and config.k_format is not config.v_format
     if config.kernel == "prefill_sm90":
         # Neither pages nor softcap, or both; of mixed formats those with pages.
-        mixed = config.k_format is not config.v_format
         return config.paged if mixed else config.uses_tbq4 or config.paged is config.softcap
-    if arch in LIKE_OTHERS:
-        return config.head_dim in (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
-    return True
+    if mixed and config.head_dim != MIXED_IN_CI:
+        return False
+    return arch not in LIKE_OTHERS or config.head_dim in (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
 
 
 def unique(device):

@@ -248,6 +248,7 @@ def test_decode_and_merge_change_none_of_their_arguments(problem: Problem) -> No
                 "v_recent": None,
                 "return_lse": False,
                 "out": None,
+                "workspace": None,
             },
         ),
         (

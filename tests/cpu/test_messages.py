@@ -355,6 +355,15 @@ KEPT = [
             Bad(f"{k} is in TBQ4", {k: tbq4(2, 3, 2, 64), v: half(2, 3, 2, 64)}, TypeError, (k, "Tbq4Array", "array")),
         )
     ),
+    Bad("workspace is float32", {"workspace": np.zeros(9, np.float32)}, TypeError, ("workspace", "uint8", "float32")),
+    Bad("workspace has 2 axes", {"workspace": np.zeros((2, 9), np.uint8)}, ValueError, ("workspace", "num_bytes")),
+    Bad("workspace has gaps", {"workspace": np.zeros(18, np.uint8)[::2]}, ValueError, ("workspace", "contiguous")),
+    Bad(
+        "workspace is read-only",
+        {"workspace": np.frombuffer(bytes(16), np.uint8)},
+        ValueError,
+        ("workspace", "read-only"),
+    ),
     Bad("tree_mask has another shape", {"tree_mask": np.ones((2, 2, 2), bool)}, ValueError, ("tree_mask", "(2, 1, 1)")),
     Bad("tree_mask is int32", {"tree_mask": np.ones((2, 1, 1), np.int32)}, TypeError, ("tree_mask", "int32", "uint8")),
     Bad("tree_mask is a list", {"tree_mask": [[[1]]]}, TypeError, ("tree_mask", "list", "array")),

@@ -573,6 +573,38 @@ def test_parts_that_follow_the_lengths_obey_the_error_law(problem: Problem, form
         check(replace(problem, kv_len=kv_len, **formats), balance=True)
 
 
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_graph_may_have_a_workspace_of_its_own(balance: bool) -> None:  # noqa: FBT001  a parameter of the test
+    """Then nothing is allocated in the capture; two graphs with one each may run at once."""
+    problem = replace(PAGED, kv_len=(3000, 2000, 900))
+    q, k_cache, v_cache, kv_len = map(to_device, problem.arrays())
+    table = to_device(problem.options()["page_table"])
+    plan = cuattn.plan_decode(q, k_cache, v_cache, kv_len, page_table=table, balance=balance)
+    assert plan.workspace_bytes > 0
+    outs, graphs, streams = [], [], []
+    for _ in range(2):
+        out, workspace = nans(q.shape, q.dtype), cupy.full(plan.workspace_bytes, 0xFF, np.uint8)
+        options = {"page_table": table, "balance": balance, "out": out, "workspace": workspace}
+        cuattn.decode(q, k_cache, v_cache, kv_len, **options)
+        cupy.cuda.Device().synchronize()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream, cupy.cuda.using_allocator(lambda _: pytest.fail("an allocation in a capture")):
+            stream.begin_capture()
+            cuattn.decode(q, k_cache, v_cache, kv_len, **options)
+            graphs.append(stream.end_capture())
+        outs.append((out, workspace))
+        streams.append(stream)
+    want = cupy.asnumpy(outs[0][0])
+    for _ in range(20):
+        poison(*(out for out, _ in outs))
+        cupy.cuda.Device().synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            graph.launch(stream)
+        cupy.cuda.Device().synchronize()
+        for out, _ in outs:
+            assert cupy.asnumpy(out).tobytes() == want.tobytes()
+
+
 def test_a_graph_gives_parts_to_the_lengths_of_its_replay() -> None:
     """Lengths grow and fall between replays, and some sequences are empty."""
     arrays = replace(PAGED, kv_len=(9000, 9000, 9000)).arrays()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from simt import product
-from simt.numpy_gpu import GpuArray, download, gpu, on_gpu
+from simt.numpy_gpu import GpuArray, _Cuda, download, gpu, on_gpu
 from strategies import AppendProblem, PrefillProblem, Problem
 from tolerance import assert_append, assert_call, assert_decode, assert_merge, assert_prefill
 
@@ -88,6 +88,24 @@ def test_splits_of_a_given_size_give_the_bits_of_the_harness_by_itself():
     want = product.decode_arrays(*problem.arrays(), **problem.options(), split_size=128)
     for a, b in zip(got, want, strict=True):
         assert a.tobytes() == b[:, 0].tobytes()
+
+
+def test_a_workspace_that_is_given_is_used_and_must_be_large_enough(checks, monkeypatch):
+    problem = replace(SPLIT, kv_len=(700, 131, 5))
+    plan = cuattn.plan_decode(*problem.arrays(), page_table=problem.options()["page_table"], num_splits=3)
+    checks.clear()
+    memory = GpuArray((plan.workspace_bytes + 100,), np.uint8)
+    monkeypatch.setattr(_Cuda, "alloc", lambda _: pytest.fail("there is a workspace"))
+    for seed in range(2):
+        memory.host[...] = 0xFF
+        other = replace(problem, seed=seed)
+        assert_decode(other, *_decoded(other, num_splits=3, workspace=memory))
+        assert (memory.host[-100:] == 0xFF).all()
+    assert len(checks) == 1
+    with pytest.raises(ValueError, match=rf"workspace must have at least {plan.workspace_bytes} bytes .* got 16"):
+        _decoded(problem, num_splits=3, workspace=GpuArray((16,), np.uint8))
+    with pytest.raises(ValueError, match="workspace must have rows that start at multiples of 16 bytes"):
+        _decoded(problem, num_splits=3, workspace=memory[8:])
 
 
 def test_results_land_in_out_whatever_its_strides(checks):
@@ -357,6 +375,7 @@ def test_the_number_of_forms_is_bounded(monkeypatch):
 
 def test_names_of_arrays_and_parameters_agree():
     """A launch takes the address of an array from the place of its name."""
+    assert _segments.ARRAYS[-6:-5] == ("workspace",)
     assert _segments.ARRAYS[-5:] == ("out", "lse", "parts", "states", "shares")
     assert _prefill_launches.ARRAYS[-5:] == ("out", "lse", "parts", "states", "items_claimed")
     assert len(set(_append._ARRAYS)) == 18

@@ -1,6 +1,7 @@
 """decode.cu and merge.cu, the very files that a GPU runs, on the CPU harness."""
 
 import os
+from itertools import product as product_of
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simt import harness, product
+from simt.faults import every
 from strategies import DTYPES, Problem, lengths, problems
 from tolerance import LSE_OF_TWO_ORDERS, assert_decode, assert_merge, of_positive_sums
 
@@ -33,8 +35,11 @@ def test_decode_and_merge_obey_the_error_law_under_any_schedule(problem, num_spl
     assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=seed))
 
 
-@pytest.mark.parametrize("head_dim", [96, 192, 256, 512])
-@pytest.mark.parametrize("dtype", [{"dtype": "float16"}, {"dtype": "bfloat16"}, SINGLE], ids=lambda x: x["dtype"])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    every(list(product_of((96, 192, 256, 512), ({"dtype": "float16"}, {"dtype": "bfloat16"}, SINGLE))), 2),
+    ids=lambda x: x["dtype"] if isinstance(x, dict) else x,
+)
 def test_every_head_dim_obeys_the_error_law(head_dim, dtype):
     for group, seqlen_q, num_splits in ((5, 1, 2), (12, 1, 1), (7, 3, 3)):
         problem = Problem(

@@ -128,9 +128,9 @@ FAULTS = {
     "one product with a value": in_common("decode_floats", SINGLE, "tf32::add_small(sums[0][n], a, b);", ""),
     "weights of another key": in_common("decode_floats", SINGLE, "Kv::operand_row(t, upper) * 4", "t * 4"),
     # Barriers and copies
-    "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q is in shared memory, and the table", ""),
+    "Q is read before it is written": in_decode(RAW, "__syncthreads();  // q, the table and the tree", "//"),
     "the table is read before it is written": in_decode(
-        CODES, "__syncthreads();  // q is in shared memory, and the table", ""
+        CODES, "__syncthreads();  // q, the table and the tree", "//"
     ),
     "one warp's sums take the memory of another warp's ring": in_decode(
         CODES, "__syncthreads();  // all warps are done with the ring, whose memory sm.o takes over", ""

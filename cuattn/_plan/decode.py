@@ -124,9 +124,8 @@ class DecodeConfig:
     def smem_bytes(self) -> int:
         """``sizeof(Smem)`` in decode.cu, which asserts it.
 
-        What lies below the table; the table of levels and the other rings (later o); q with a scale, a bias and what
-        its token sees of a tree a row;
-        m and l of a warp.
+        What lies below the table; the table of levels and the other rings (later o); q, and of each of its rows a
+        scale, a bias and what it sees of a tree; m and l of a warp.
         """
         loop = self.table_bytes + (self.num_warps - self.warps_below) * self._ring_bytes
         padding = self.head_dim // 8 if self.v_format is KvFormat.TBQ4 else 0

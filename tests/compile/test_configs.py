@@ -14,8 +14,11 @@ WORKERS = 2
 FP8_IN_CI = {"sm_90a": 256, "sm_86": 128}
 # The head_dim of which CI compiles K and V in different formats.
 MIXED_IN_CI = 128
-# GPUs whose tiles are those of others; in CI the ends of the head_dims stand for all.
-LIKE_OTHERS = {"sm_89", "sm_100a", "sm_120a"}
+# The head_dims of CI where not all are compiled: the ends, and for GPUs whose tiles are no others' the most frequent.
+ENDS = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
+DIMS_IN_CI = {"sm_80": (*ENDS, 128), "sm_86": (*ENDS, 128), "sm_89": ENDS, "sm_100a": ENDS, "sm_120a": ENDS}
+# Far from any limit of registers.
+SHORT = {"append", "dequantize", "quantize"}
 
 
 def is_tried(config, arch):
@@ -31,7 +34,7 @@ def is_tried(config, arch):
         return config.paged if mixed else config.uses_tbq4 or config.paged is config.softcap
     if mixed and config.head_dim != MIXED_IN_CI:
         return False
-    return arch not in LIKE_OTHERS or config.head_dim in (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
+    return config.head_dim in (ENDS if config.kernel in SHORT else DIMS_IN_CI.get(arch, _plan.HEAD_DIMS))
 
 
 def unique(device):

@@ -83,7 +83,7 @@ def test_the_scale_takes_the_largest_finite_value_of_a_head_to_the_largest_code(
     x[:, :, 3] *= 1e-45
     t = cuattn.quantize_fp8(x)
     largest = np.where(np.isfinite(x), np.abs(x), 0).max(axis=(0, 1, 3))
-    np.testing.assert_allclose(t.scale[:2], largest[:2] / 448, rtol=2.0**-23)
+    np.testing.assert_allclose(t.scale[:2], largest[:2] / 448, rtol=2.0**-23)  # a rounding of each quotient
     assert t.scale[2] == 1
     assert t.scale[3] > 0
     assert (

@@ -18,8 +18,9 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from cuattn import _plan, _problem
+from cuattn import _plan
 
+from .cases import FORMATS
 from .sm90_trials import milliseconds_in_turn
 
 _BATCH_MS, _PAGE_SIZE, _HEADS, _KV_HEADS, _HEAD_DIM = 50.0, 64, 32, 8, 128
@@ -74,9 +75,10 @@ def _ways(kv_format: str, lengths: tuple[int, ...]) -> tuple[dict[str, Callable[
     ways |= {f"split_size {n}": partial(plain, split_size=n) for n in _SPLIT_SIZES if most <= n * _plan.MAX_SPLITS}
     ways |= {f"{n} tokens": call(n) for n in _TOKENS[1:]}
     ways |= {f"{n} tokens, balance": call(n, balance=True) for n in _TOKENS[1:]}
-    kind = {"raw16": _plan.KvFormat.RAW16, "tbq4": _plan.KvFormat.TBQ4, "fp8": _plan.KvFormat.FP8}[kv_format]
-    row = _problem.row_bytes(kind, _plan.Dtype.BF16, _HEAD_DIM) + _problem.norm_bytes(kind, _HEAD_DIM)
-    return ways, 2 * sum(lengths) * _KV_HEADS * row
+    all_keys = _plan.DecodeProblem(
+        _plan.Dtype.BF16, *FORMATS[kv_format], 1, 1, _HEADS, _KV_HEADS, _HEAD_DIM, sum(lengths)
+    )  # fmt: skip
+    return ways, all_keys.kv_bytes
 
 
 def main() -> None:

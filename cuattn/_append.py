@@ -185,17 +185,13 @@ class _AppendLaunches:
         begins = [x.data.ptr for x in _written(arrays) if x is not None]
         return len(set(begins)) == len(begins)
 
+    @_dispatch.on_own_device
     def run(self, arrays: list[Array], kv_len: object) -> None:
         """Launch on arrays of the form that this was made for: those of `_ARRAYS`, of which it may change "kv_len"."""
-        cupy = _arrays.import_cupy()
-        if cupy.cuda.runtime.getDevice() != self.ordinal:
-            with cupy.cuda.Device(self.ordinal):
-                self.run(arrays, kv_len)
-            return
         if arrays[-1] is None:
             lengths = _check.lengths_of(kv_len, self.batch, self.capacity, gpu=True, of="k_new")
-            arrays[-1] = cupy.asarray(lengths)
-        self.launches.run([0, *[0 if x is None else x.data.ptr for x in arrays]])
+            arrays[-1] = _arrays.import_cupy().asarray(lengths)
+        self.launches.run([0, *_dispatch.addresses(arrays)])
 
 
 def encode_call(x: Array, target: Fp8Array, full: Callable[..., Array]) -> _check.AppendCall:

@@ -10,15 +10,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-
 from . import _info, _plan, _records, _tbq4
 from ._records import Record, Row
 
 _GIGA, _TERA = 1e9, 1e12
-_WIDE = np.dtype(np.float16)
-_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def _whole(text: str) -> int:
@@ -100,7 +95,7 @@ class Step:
     @property
     def values(self) -> int:
         """Values of K and V of one layer."""
-        return self.cache_bytes(_plan.KvFormat.RAW16) // _WIDE.itemsize
+        return self.cache_bytes(_plan.KvFormat.RAW16) // _plan.Dtype.FP16.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +141,7 @@ class Line:
 
 def lines(step: Step) -> list[Line]:
     """Return the formats that go with a step's head_dim."""
-    wide, fp8 = step.values * _WIDE.itemsize, step.values * _FP8.itemsize
+    wide, fp8 = step.cache_bytes(_plan.KvFormat.RAW16), step.cache_bytes(_plan.KvFormat.FP8)
     found = [
         Line("fp16", ("fp16", "bf16"), "cuattn", wide, wide),
         Line("fp8", ("fp8",), "cuattn", fp8, fp8),

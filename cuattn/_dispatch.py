@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ _MAX_FORMS = 1024
 _MAX_ADDRESSES = 64
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def parts(x: Any) -> tuple[Any, Array | None, Array | None, Array | None]:  # noqa: ANN401  an array or a cache of codes
@@ -69,7 +70,7 @@ def taken(names: Sequence[str], given: Sequence[Any]) -> list[Array | None] | No
     -------
     list of array or None, or None
         Lengths that are not on a GPU become None: they are checked at every call. None in all if an argument is no
-        array, of which the checks say more, or a cache neither that nor a `Tbq4Array`, which they take apart.
+        array, of which the checks say more, or has codes and is of no class of this package, which they take apart.
     """
     found: list[Array | None] = []
     try:
@@ -130,6 +131,25 @@ def form_of(arrays: Sequence[Any], options: tuple[object, ...]) -> Hashable:
     except (AttributeError, TypeError, ValueError):
         return None
     return form
+
+
+def on_own_device(run: Callable[..., R]) -> Callable[..., R]:
+    """Make `run`, a method of an object with an `ordinal`, run with that device as the current one."""
+
+    @wraps(run)
+    def wrapper(self: Any, *args: Any) -> R:  # noqa: ANN401  those of `run`
+        cuda = _arrays.import_cupy().cuda
+        if cuda.runtime.getDevice() == self.ordinal:
+            return run(self, *args)
+        with cuda.Device(self.ordinal):
+            return run(self, *args)
+
+    return wrapper
+
+
+def addresses(arrays: Iterable[Array | None]) -> list[int]:
+    """Return where arrays begin, 0 for None."""
+    return [0 if x is None else x.data.ptr for x in arrays]
 
 
 class Forms(Generic[T]):

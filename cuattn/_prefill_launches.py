@@ -114,6 +114,7 @@ class PrefillLaunches:
         launches = _dispatch.Launches(made, all_launches)
         return cls(ordinal, launches, value_dim, with_lse, parts_bytes, parts_bytes + states_bytes)
 
+    @_dispatch.on_own_device
     def run(self, arrays: list[Array]) -> tuple[Array, Array | None]:
         """Run the launches on arrays of the form that they were made for.
 
@@ -127,11 +128,7 @@ class PrefillLaunches:
         out : array, shape of q with value_dim for head_dim
         lse : array, shape of q without head_dim, or None
         """
-        cupy = _arrays.import_cupy()
-        if cupy.cuda.runtime.getDevice() != self.ordinal:
-            with cupy.cuda.Device(self.ordinal):
-                return self.run(arrays)
-        q = arrays[0]
+        cupy, q = _arrays.import_cupy(), arrays[0]
         if arrays[_OUT] is None:
             arrays[_OUT] = cupy.ndarray((*q.shape[:-1], self.value_dim), q.dtype)
         lse = cupy.ndarray(q.shape[:-1], np.float32) if self.with_lse else None
@@ -145,7 +142,7 @@ class PrefillLaunches:
                 arrays[index] = _arrays.contiguous(arrays[index])
         if arrays[_SINKS] is not None:
             arrays[_SINKS] = cupy.ascontiguousarray(arrays[_SINKS], dtype=np.float32)
-        pointers = [0, *[0 if x is None else x.data.ptr for x in arrays], 0 if lse is None else lse.data.ptr]
+        pointers = [0, *_dispatch.addresses((*arrays, lse))]
         if self.workspace_bytes:
             workspace = cupy.cuda.alloc(self.workspace_bytes)
             pointers += [workspace.ptr, workspace.ptr + self.parts_bytes, 0]

@@ -264,6 +264,7 @@ class DecodeLaunches:
         _check.workspace_of(call.workspace, sum(sizes))
         return cls(ordinal, _dispatch.Launches(made, all_launches), batch, capacity, with_lse, *ends)
 
+    @_dispatch.on_own_device
     def run(self, arrays: list[Array], kv_len: object) -> tuple[Array, Array | None]:
         """Run the launches on arrays of the form that they were made for.
 
@@ -279,11 +280,7 @@ class DecodeLaunches:
         out : array, shape of q
         lse : array, shape of q without head_dim, or None
         """
-        cupy = _arrays.import_cupy()
-        if cupy.cuda.runtime.getDevice() != self.ordinal:
-            with cupy.cuda.Device(self.ordinal):
-                return self.run(arrays, kv_len)
-        q = arrays[0]
+        cupy, q = _arrays.import_cupy(), arrays[0]
         if arrays[_OUT] is None:
             arrays[_OUT] = cupy.ndarray(q.shape, q.dtype)
         lse = cupy.ndarray(q.shape[:-1], np.float32) if self.with_lse else None
@@ -293,7 +290,7 @@ class DecodeLaunches:
         if arrays[_SINKS] is not None:
             arrays[_SINKS] = cupy.ascontiguousarray(arrays[_SINKS], dtype=np.float32)
         if self.launches is not None:
-            pointers = [0, *[0 if x is None else x.data.ptr for x in arrays], 0 if lse is None else lse.data.ptr]
+            pointers = [0, *_dispatch.addresses((*arrays, lse))]
             if self.workspace_bytes:
                 given = arrays[_WORKSPACE]
                 workspace = cupy.cuda.alloc(self.workspace_bytes) if given is None else given.data

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from cuattn import _plan, _tbq4
+from cuattn import _decode, _plan, _tbq4
 
 from . import roofline
 
@@ -415,9 +415,9 @@ def substituted_tile(config: _plan.DecodeConfig, tile: Tile | None, device: _pla
     key = (config.head_dim, config.tile_heads if several else config.row_tiles)
     row = table[key]
     table[key] = replace(row, tile_kv=tile.tile_kv, num_stages=tile.num_stages, num_warps=tile.num_warps)
-    _plan.decode_plan.cache_clear()
+    _decode.forget_plans()
     try:
         yield
     finally:
         table[key] = row
-        _plan.decode_plan.cache_clear()
+        _decode.forget_plans()

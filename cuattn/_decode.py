@@ -229,6 +229,12 @@ def plan_decode(
     return _plan.decode_plan(call.problem, on, call.num_splits, call.split_size, balance=call.balance)
 
 
+def forget_plans() -> None:
+    """Plan every call anew, as the tables that plans follow were changed."""
+    _plan.decode_plan.cache_clear()
+    _FORMS.clear()
+
+
 def _on_cpu(call: _check.DecodeCall, *, with_lse: bool) -> tuple[Array, Array | None]:
     k_sink, v_sink = call.sink or (None, None)
     k_recent, v_recent = call.recent or (None, None)

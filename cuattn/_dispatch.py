@@ -192,6 +192,10 @@ class Forms(Generic[T]):
             self._made[form] = made
         return made
 
+    def clear(self) -> None:
+        """Forget everything: what would be made now is another thing."""
+        self._made.clear()
+
 
 class _Place(NamedTuple):
     """What CuPy calls the data of an array."""

@@ -12,7 +12,7 @@ import pytest
 from bench import __main__ as command
 from bench import cases, inputs, record, roofline, timing
 from bench.clock import SmClock
-from cuattn import _plan, reference
+from cuattn import _decode, _dispatch, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
 L2_BYTES = 60 << 20
@@ -250,6 +250,28 @@ def test_a_substituted_tile_is_planned_and_then_gone(case):
 
     assert inside == replace(before.config, num_stages=tile.num_stages, ctas_per_sm=inside.ctas_per_sm)
     assert _plan.decode_plan(case.problem, H200) == before
+
+
+def test_calls_that_were_planned_before_a_tile_was_substituted_are_planned_anew(monkeypatch):
+    forms = _dispatch.Forms()
+    monkeypatch.setattr(_decode, "_FORMS", forms)
+    case = cases.decode_cases()[0]
+    config = _plan.decode_plan(case.problem, H200).config
+
+    def planned():
+        _, _, made = forms.look_up((), [], ("a call",))
+        return made is not None
+
+    def plan():
+        _, form, _ = forms.look_up((), [], ("a call",))
+        forms.put(form, "launches")
+
+    plan()
+    assert planned()
+    with cases.substituted_tile(config, cases.Tile.of(config), H200):
+        assert not planned()
+        plan()
+    assert not planned()
 
 
 def test_default_tiles_fit_an_h200():

@@ -48,7 +48,7 @@ def _normal_kernel() -> Any:  # noqa: ANN401  CuPy has no types
 _FILL_CHUNK = 2**27
 # Seeds far apart, so that no query and no kept token is one of a cache.
 _SEED_OF_Q, _SEED_OF_KEPT = 2**40, 2**41
-# Multiply-adds of a KV head's scores up to which the reference, which rounds as tensor cores do, takes a second or two.
+# Multiply-adds of a KV head's scores from which on the reference, which rounds as tensor cores do, takes seconds.
 _REFERENCE_SIZE = 2**26
 
 
@@ -247,7 +247,7 @@ class DecodeInputs:
         if case.formats != "raw16":
             return self.by_raw16()
         rows = case.seqlen_q * case.num_qo_heads // case.num_kv_heads
-        return self.by_reference() if rows * case.kv_len * case.head_dim <= _REFERENCE_SIZE else self.by_exact()
+        return self.by_reference() if rows * case.kv_len * case.head_dim < _REFERENCE_SIZE else self.by_exact()
 
     def _pairs(self) -> list[tuple[int, int]]:
         """Return the first and the last sequence, each with a KV head."""

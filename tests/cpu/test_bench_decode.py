@@ -11,7 +11,7 @@ import pytest
 
 import cuattn
 from bench import __main__ as command
-from bench import cases, checks, decode, decode_cases, inputs, peers, readme, rivals, rows, run, timing
+from bench import cases, checks, decode, decode_cases, inputs, kernels, peers, readme, rivals, rows, run, timing
 from bench.cases import DecodeCase
 from bench.run import Variant
 from cuattn import _arrays, _plan, _records
@@ -168,6 +168,21 @@ def test_unequal_lengths_read_what_there_is_and_have_no_more_pages():
     assert UNEQUAL.traffic == (2 * 2 * 64 * 2 * 106, 4 * 4 * 64 * 106)
     assert min(decode_cases.GEOMETRIC) == 16
     assert max(decode_cases.GEOMETRIC) == 131072
+
+
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_kernels_that_are_built_ahead_are_those_of_the_calls(monkeypatch):
+    built = []
+    monkeypatch.setattr(_arrays, "device", lambda _: H200)
+    monkeypatch.setattr(kernels, "build_missing", lambda configs, arch: built.extend([*configs, arch]))
+
+    decode.build_kernels(SMALL)
+
+    plans = [inputs.DecodeInputs(case, 1).plan(**v.options) for case in SMALL for v in decode.variants_of(case)]
+    assert set(built) == {*(plan.config for plan in plans), "sm_90a"}
+    built.clear()
+    decode.build_kernels(decode_cases.decode_cases())
+    assert len(built) < 10
 
 
 # Arrays and checks

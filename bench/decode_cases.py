@@ -22,8 +22,8 @@ DRAFT_BATCHES, DRAFT_CONTEXT, DRAFT_TOKENS = (1, 4), 32768, (2, 4, 8, 16)
 GEOMETRIC = tuple(round(16 * 8192 ** (i / 15)) for i in range(16))
 ONE_LONG = (131072, *(1024,) * 15)
 PAGE_SIZE = 64
-# Splits of a fixed size make a result independent of the batch: what that costs many sequences, which would have no
-# splits or two, and one, whose splits would be cut to fill the GPU.
+# Splits of a fixed size make a result independent of the batch: what that costs many sequences, which would have few
+# splits, and one, whose keys would be cut to fill the GPU.
 INVARIANT_SIZES, SPLIT_SIZES = ((16, 8192), (1, 131072)), (2048, 1024)
 
 

@@ -233,8 +233,8 @@ def _decode(rows: list[Row]) -> Iterator[str]:
             f"| {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['batch']} | {row['kv_len']:,} "
             f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} | {' | '.join(others)} |"
         )
-    if others := [*_drafts(found), *_options(found)]:
-        yield from ("", *others)
+    if lines := [*_drafts(found), *_options(found)]:
+        yield from ("", *lines)
     yield from ("", "Inputs rotate past L2, CUDA-graph replay, medians.", *_host(rows))
 
 

@@ -15,13 +15,14 @@ import numpy as np
 import cuattn
 from cuattn import _records
 
-from . import cases, compare, plot, prefill, readme, record, tbq4, timing
+from . import cases, compare, decode, plot, prefill, readme, record, rivals, tbq4, tiles, timing
 from .run import Run, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .cases import DecodeCase, Tile
+    from .cases import DecodeCase
+    from .tiles import Tile
 
 
 _WITHOUT_GPU = ("readme", "plot", "compare")
@@ -66,12 +67,12 @@ def _splits(text: str) -> tuple[int | None, ...]:
 
 
 def _tiles(text: str) -> dict[int, tuple[Tile, ...]]:
-    tiles: dict[int, tuple[Tile, ...]] = {}
+    found: dict[int, tuple[Tile, ...]] = {}
     for part in text.split(","):
         head_dim, _, sizes = part.partition(":")
         tile_kv, num_stages, num_warps = (_positive(size) for size in sizes.split("x"))
-        tiles[int(head_dim)] = (*tiles.get(int(head_dim), ()), cases.Tile(tile_kv, num_stages, num_warps))
-    return tiles
+        found[int(head_dim)] = (*found.get(int(head_dim), ()), tiles.Tile(tile_kv, num_stages, num_warps))
+    return found
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,7 +81,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "command", nargs="?", default="decode",
         choices=("decode", "tbq4", "fp8", "prefill", "splits", "tiles", "first-use", "readme", "plot", "compare"),
-        help="decode: everything in 16 bits (default); tbq4: everything in TBQ4, and its equal in 16 bits; fp8: decode"
+        help="decode: everything in 16 bits, beside FlashAttention-3 and PyTorch's attention if they are there"
+        " (default); tbq4: everything in TBQ4, and its equal in 16 bits; fp8: decode"
         " on caches in fp8, and its equal in 16 bits; prefill:"
         " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
         " tiles: decode with other tiles; first-use: the first call of this process, as JSON (decode runs it); readme:"
@@ -96,6 +98,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases", default="", metavar="TEXT", help="only cases whose name holds it: decode-d128-b1-kv8192"
     )
+    parser.add_argument(
+        "--all", action="store_true",
+        help="for decode: also 16 sequences of 262144 keys and 64 of 131072 and 262144, 17 to 69 GB of K and V,"
+        " beyond the three and a half minutes that the others are to take",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it runs, not to quote")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench/results, for plot docs/figures")
     parser.add_argument(
@@ -103,16 +110,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of records for readme and plot; default: bench/results",
     )  # fmt: skip
     parser.add_argument("--commit", metavar="HASH", help="of a tree without .git; ends in -dirty if it was changed")
-    parser.add_argument("--splits", type=_splits, default=cases.DEFAULT_SPLITS, metavar="auto,8,...", help="for splits")
+    parser.add_argument("--splits", type=_splits, default=tiles.DEFAULT_SPLITS, metavar="auto,8,...", help="for splits")
     parser.add_argument(
         "--tiles", type=_tiles, metavar="128:32x3x4,...",
         help="for tiles: head_dim:keys x stages x warps",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.tiles is None:
-        options.tiles = cases.DEFAULT_TILES[next((name for name in ("tbq4", "fp8") if name in options.kv), "raw16")]
+        options.tiles = tiles.DEFAULT_TILES[next((name for name in ("tbq4", "fp8") if name in options.kv), "raw16")]
     if options.kv != "raw16" and options.command not in ("splits", "tiles"):
         parser.error(f"--kv is for splits and tiles, not for {options.command}")
+    if options.all and options.command != "decode":
+        parser.error(f"--all is for decode, not for {options.command}")
     wanted = 2 if options.command == "compare" else 0
     if len(options.files) != wanted:
         parser.error(f"{options.command} takes {wanted or 'no'} files, got {len(options.files)}")
@@ -128,14 +137,14 @@ def without_gpu(options: argparse.Namespace) -> list[str]:
     if options.command == "plot":
         return plot.write(options.results, options.out)
     shown = readme.write(timing.ROOT / "README.md", options.results)
-    readme.write_rivals(timing.ROOT / "bench" / "README.md", options.results)
+    rivals.write(timing.ROOT / "bench" / "README.md", options.results)
     return list(map(str, shown))
 
 
 def sweep_cases(options: argparse.Namespace) -> list[DecodeCase]:
-    """Return the cases of `splits` and `tiles`: those of `decode`, or those of `tbq4` or `fp8` with other caches."""
+    """Return the cases of `splits` and `tiles`: some of `decode`, or those of `tbq4` or `fp8` with other caches."""
     if options.kv == "raw16":
-        return cases.decode_cases(options.dtype, options.page_size)
+        return cases.sweep_cases(options.dtype, options.page_size)
     of_topic = cases.tbq4_cases if "tbq4" in options.kv else cases.fp8_cases
     plain = [case for case in of_topic(options.dtype, options.page_size) if case.formats == "raw16"]
     return [replace(case, formats=options.kv) for case in plain]
@@ -163,9 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "prefill":
             prefill.measure(run)
         elif options.command == "decode":
-            run.launch()
-            all_cases = cases.decode_cases(options.dtype, options.page_size)
-            run.decode(run.selected("decode", all_cases), lambda _: [Variant()])
+            decode.measure(run)
         elif options.command == "splits":
             variants = [Variant(num_splits=splits) for splits in options.splits]
             run.decode(run.selected("decode", sweep_cases(options)), lambda _: variants)

@@ -1,26 +1,22 @@
-"""What is measured: the cases, and the tiles and splits that sweeps try. Their arrays are made in `inputs`."""
+"""What is measured: the cases. Their arrays are made in `inputs`; sweeps try what is in `tiles`."""
 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from cuattn import _decode, _plan, _tbq4
+from cuattn import _plan, _tbq4
 
 from . import roofline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Query heads, KV heads, head_dim: those of Llama 3 8B, and a large head_dim with few KV heads.
 SHAPES = ((32, 8, 128), (24, 4, 256))
+# Of sweeps.
 BATCHES = (1, 16)
 CONTEXTS = (8192, 32768, 131072)
 # Where the GPU has next to nothing to do.
@@ -47,76 +43,6 @@ HEADLINE = (1, 262144, 24, 4, 256)
 # First and newest tokens that the headline keeps in 16 bits.
 KEPT = (4, 128)
 
-DEFAULT_SPLITS: tuple[int | None, ...] = (None, 8, 11, 16, 22, 29, 33, 44, 57, 66, 99, 132)
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What `tiles` varies of a row of the tile table; written ``32x3x4``."""
-
-    tile_kv: int
-    num_stages: int
-    num_warps: int
-
-    def __str__(self) -> str:
-        return f"{self.tile_kv}x{self.num_stages}x{self.num_warps}"
-
-    @classmethod
-    def of(cls, config: _plan.DecodeConfig) -> Tile:
-        """Return the tile of a config."""
-        return cls(config.tile_kv, config.num_stages, config.num_warps)
-
-
-# By format, then by head_dim.
-DEFAULT_TILES = {
-    # Rings of 64 to 192 KB, with as many bytes in flight in few large tiles as in many small ones.
-    "raw16": {
-        128: (
-            *(Tile(16, stages, 4) for stages in (4, 6, 8)),
-            *(Tile(16, stages, 8) for stages in (2, 3, 4)),
-            *(Tile(32, stages, 4) for stages in (2, 3, 4, 6)),
-            *(Tile(32, stages, 8) for stages in (2, 3)),
-            *(Tile(64, stages, 4) for stages in (2, 3)),
-        ),
-        256: (
-            *(Tile(16, stages, 2) for stages in (4, 6)),
-            *(Tile(16, stages, 4) for stages in (2, 3, 4, 6)),
-            *(Tile(16, stages, 8) for stages in (2, 3)),
-            *(Tile(32, stages, 4) for stages in (2, 3)),
-        ),
-    },
-    # Beside a table of 64 KB; a tile has about a quarter of the bytes, and norms want four stages.
-    "tbq4": {
-        128: (  # two KV heads a tile
-            Tile(16, 8, 4),
-            *(Tile(16, stages, 8) for stages in (4, 6, 8)),
-            Tile(16, 4, 12),
-            *(Tile(32, stages, 4) for stages in (4, 6)),
-            *(Tile(32, 4, warps) for warps in (6, 8)),
-        ),
-        256: (
-            *(Tile(16, stages, 4) for stages in (4, 6, 8, 12)),
-            *(Tile(16, stages, 8) for stages in (4, 5, 6)),
-            *(Tile(32, stages, 4) for stages in (4, 6)),
-        ),
-    },
-    # As in 16 bits, of twice as many keys; and more warps, as there is more to do for each byte.
-    "fp8": {
-        128: (
-            *(Tile(16, stages, 4) for stages in (6, 8, 12)),
-            *(Tile(16, stages, 8) for stages in (4, 6, 8)),
-            *(Tile(32, stages, 4) for stages in (3, 4, 6, 8)),
-            *(Tile(32, stages, 8) for stages in (2, 3, 4)),
-        ),
-        256: (
-            *(Tile(16, stages, 4) for stages in (4, 6, 8)),
-            *(Tile(16, stages, 8) for stages in (2, 3, 4)),
-            *(Tile(32, stages, 4) for stages in (2, 3, 4)),
-            *(Tile(32, stages, 8) for stages in (2, 3)),
-        ),
-    },
-}
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
@@ -125,7 +51,7 @@ class DecodeCase:
     Attributes
     ----------
     batch, kv_len, num_qo_heads, num_kv_heads, head_dim : int
-        All sequences have the same length.
+        All sequences have the same length, except where `lengths` says otherwise.
     dtype : {"bfloat16", "float16"}
     page_size : int, optional
         None for dense caches; the pages of paged ones are shuffled.
@@ -134,6 +60,9 @@ class DecodeCase:
         Of the caches, one of `FORMATS`; K before V where they differ.
     num_sink, num_recent : int
         First and newest tokens that are kept in 16 bits beside dense caches.
+    lengths : tuple of int
+        Tokens of each sequence where they differ; in pages, so that memory is only what is used. `kv_len` is the
+        largest.
     """
 
     batch: int
@@ -147,13 +76,22 @@ class DecodeCase:
     formats: str = "raw16"
     num_sink: int = 0
     num_recent: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """Name of shape and formats, for filters."""
-        formats = "" if self.formats == "raw16" else f"-{self.formats.replace('/', '-')}"
-        kept = f"-sink{self.num_sink}-recent{self.num_recent}" if self.has_kept else ""
-        return f"d{self.head_dim}-b{self.batch}-kv{self.kv_len}{formats}{kept}"
+        heads = (self.num_qo_heads, self.num_kv_heads, self.head_dim)
+        parts = [
+            f"d{self.head_dim}",
+            "" if heads in SHAPES else f"h{self.num_qo_heads}x{self.num_kv_heads}",
+            f"b{self.batch}-kv{self.kv_len}",
+            "" if self.seqlen_q == 1 else f"q{self.seqlen_q}",
+            "" if self.formats == "raw16" else self.formats.replace("/", "-"),
+            f"sink{self.num_sink}-recent{self.num_recent}" if self.has_kept else "",
+            f"unequal{sum(self.lengths)}" if self.lengths else "",
+        ]
+        return "-".join(filter(None, parts))
 
     @property
     def kv(self) -> str:
@@ -164,6 +102,16 @@ class DecodeCase:
     def has_kept(self) -> bool:
         """Whether tokens are kept beside the caches."""
         return self.num_sink + self.num_recent > 0
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether others take the same arrays: one query token a sequence, dense caches of the same dtype."""
+        return self.seqlen_q == 1 and self.page_size is None and self.formats == "raw16" and not self.has_kept
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.lengths or (self.kv_len,) * self.batch
 
     @property
     def problem(self) -> _plan.DecodeProblem:
@@ -189,14 +137,14 @@ class DecodeCase:
         return (self.batch, *tokens, self.num_qo_heads, self.head_dim)
 
     @property
-    def pages(self) -> int:
-        """Pages of a sequence; one if dense."""
-        return 1 if self.page_size is None else _plan.ceil_div(self.kv_len, self.page_size)
+    def pages(self) -> tuple[int, ...]:
+        """Pages of each sequence; one if dense."""
+        return tuple(1 if self.page_size is None else _plan.ceil_div(n, self.page_size) for n in self.kv_lens)
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
         """Shape of the K cache and of the V cache."""
-        return (self.batch * self.pages, self.page_size or self.kv_len, self.num_kv_heads, self.head_dim)
+        return (sum(self.pages), self.page_size or self.kv_len, self.num_kv_heads, self.head_dim)
 
     @property
     def planes(self) -> tuple[int, int, int, int]:
@@ -215,11 +163,11 @@ class DecodeCase:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of K and V that are read, and FLOPs."""
-        nbytes, flops = roofline.decode_traffic(self.problem)
+        nbytes, flops = roofline.decode_traffic(replace(self.problem, batch=1, max_kv_len=sum(self.kv_lens)))
         # Kept tokens are read in 16 bits instead.
         kept = replace(self, formats="raw16", num_sink=0, num_recent=0)
         count = min(self.num_sink + self.num_recent, self.kv_len)
-        per_token, per_kept = nbytes // self.kv_len, roofline.decode_traffic(kept.problem)[0] // self.kv_len
+        per_token, per_kept = (roofline.decode_traffic(x.problem)[0] // self.kv_len for x in (self, kept))
         return nbytes + count * (per_kept - per_token), flops
 
     @property
@@ -228,8 +176,8 @@ class DecodeCase:
         return roofline.decode_traffic(self.problem)[0] / (self.batch * self.kv_len * self.num_kv_heads)
 
 
-def decode_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list[DecodeCase]:
-    """Return the decode cases, one page size at a time."""
+def sweep_cases(dtype: str = "bfloat16", page_size: int | None = None) -> list[DecodeCase]:
+    """Return the decode cases of sweeps in 16 bits, one page size at a time."""
     return [
         DecodeCase(batch, kv_len, *heads, dtype, page_size)
         for heads in SHAPES
@@ -388,36 +336,3 @@ class AppendCase:
 def append_cases(dtype: str = "bfloat16") -> list[AppendCase]:
     """Return one step of many sequences and the prompt of one, for caches in TBQ4 and in 16 bits."""
     return [AppendCase(*size, 8, 128, formats, dtype) for size in ((64, 1), (1, 8192)) for formats in ("tbq4", "raw16")]
-
-
-@contextmanager
-def substituted_tile(config: _plan.DecodeConfig, tile: Tile | None, device: _plan.Device) -> Iterator[None]:
-    """Put another tile in place of the one that a config came from; None leaves it as it is.
-
-    Parameters
-    ----------
-    config : DecodeConfig
-    tile : Tile, optional
-    device : Device
-        Whose table is changed.
-
-    Yields
-    ------
-    None
-    """
-    if tile is None:
-        yield
-        return
-    several = config.tile_heads > 1
-    table: dict[tuple[int, int], Any] = (_plan.heads_tiles if several else _plan.decode_tiles)(
-        device, config.k_format, config.v_format
-    )
-    key = (config.head_dim, config.tile_heads if several else config.row_tiles)
-    row = table[key]
-    table[key] = replace(row, tile_kv=tile.tile_kv, num_stages=tile.num_stages, num_warps=tile.num_warps)
-    _decode.forget_plans()
-    try:
-        yield
-    finally:
-        table[key] = row
-        _decode.forget_plans()

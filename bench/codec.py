@@ -12,7 +12,8 @@ import cuattn
 from cuattn import _arrays, _tbq4, reference
 
 from .cases import DTYPES, AppendCase, CodecCase
-from .inputs import WrongResultError, normal, to_host
+from .checks import WrongResultError
+from .inputs import normal, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,16 @@ import cuattn
 from cuattn import _arrays, _plan, reference
 from cuattn._cache import Codes, Planes
 
+from . import exact
 from .cases import DTYPES, FORMATS, FP8, FP8_SCALE, RAW16, DecodeCase
+from .checks import ByExact, ByRaw16, ByReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from cuattn._arrays import Array
 
-
-class WrongResultError(RuntimeError):
-    """A result is not that of the reference."""
+    from .checks import Expected
 
 
 @cache
@@ -49,6 +48,8 @@ def _normal_kernel() -> Any:  # noqa: ANN401  CuPy has no types
 _FILL_CHUNK = 2**27
 # Seeds far apart, so that no query and no kept token is one of a cache.
 _SEED_OF_Q, _SEED_OF_KEPT = 2**40, 2**41
+# Multiply-adds of a KV head's scores from which on the reference, which rounds as tensor cores do, takes seconds.
+_REFERENCE_SIZE = 2**26
 
 
 def normal(elements: int, dtype: np.dtype[Any], seed: int = 0, out: Array | None = None) -> Array:
@@ -169,11 +170,13 @@ class DecodeInputs:
         shape = (sets, *case.q_shape)
         self._q = normal(math.prod(shape), dtype, seed=_SEED_OF_Q).reshape(shape)
         self._out = cupy.empty(shape, dtype)
-        self._kv_len = cupy.asarray(np.full(case.batch, case.kv_len, np.int32))
+        self._kv_len = cupy.asarray(np.array(case.kv_lens, np.int32))
         self._page_table = None
         if case.page_size is not None:
-            table = np.random.default_rng(0).permutation(case.batch * case.pages).astype(np.int32)
-            self._page_table = cupy.asarray(table.reshape(case.batch, case.pages))
+            table = np.full((case.batch, max(case.pages)), -1, np.int32)
+            used = np.arange(max(case.pages)) < np.array(case.pages)[:, None]
+            table[used] = np.random.default_rng(0).permutation(sum(case.pages))
+            self._page_table = cupy.asarray(table)
         self._kept: dict[str, Array] = {}
         for name, count in (("sink", case.num_sink), ("recent", case.num_recent)):
             shape = (2, case.batch, count, case.num_kv_heads, case.head_dim)
@@ -197,14 +200,19 @@ class DecodeInputs:
                 found.append(cuattn.Tbq4Array(rows.reshape(*axes, -1), norms.view(np.float16).reshape(*axes, -1)))
         return found[0], found[1]
 
-    def _call(self, index: int, num_splits: int | None) -> Callable[[], Array]:
-        options: dict[str, Any] = {"page_table": self._page_table, "num_splits": num_splits, **self._kept}
+    def _call(self, index: int, options: Mapping[str, Any]) -> Callable[[], Array]:
         args = (self._q[index], *self._caches(index), self._kv_len)
-        return partial(cuattn.decode, *args, **options, out=self._out[index])
+        return partial(
+            cuattn.decode, *args, page_table=self._page_table, **self._kept, **options, out=self._out[index]
+        )  # fmt: skip
 
-    def calls(self, num_splits: int | None = None) -> list[Callable[[], Array]]:
+    def calls(self, **options: Any) -> list[Callable[[], Array]]:  # noqa: ANN401  those of `decode`
         """Return one call of `cuattn.decode` for each set; outputs are allocated already."""
-        return [self._call(index, num_splits) for index in range(len(self.caches))]
+        return [self._call(index, options) for index in range(len(self.caches))]
+
+    def arguments(self) -> list[tuple[Array, Any, Any, Array]]:
+        """Return q, K, V and the lengths of each set, for others."""
+        return [(self._q[index], *self._caches(index), self._kv_len) for index in range(len(self.caches))]
 
     def separate_calls(self) -> list[Callable[[], Array]]:
         """Return calls that dequantize K and V, each into a new array of 16 bits, and decode these."""
@@ -220,10 +228,10 @@ class DecodeInputs:
 
         return [call(index) for index in range(len(self.caches))]
 
-    def plan(self, num_splits: int | None = None) -> _plan.DecodePlan:
+    def plan(self, **options: Any) -> _plan.DecodePlan:  # noqa: ANN401  those of `plan_decode`
         """Return what such a call runs for the caches."""
         arguments = (self._q[0], *self._caches(0), self._kv_len)
-        return cuattn.plan_decode(*arguments, page_table=self._page_table, num_splits=num_splits)
+        return cuattn.plan_decode(*arguments, page_table=self._page_table, **options)
 
     def out_bits(self) -> bytes:
         """Return the output of the first set as it lies in memory."""
@@ -232,24 +240,31 @@ class DecodeInputs:
     def expected(self) -> Expected:
         """Compute what the first set's output is compared with.
 
-        For caches in 16 bits that is the reference, on the CPU, for the first and the last sequence and KV head; for
-        others `decode` itself on the dequantized caches, for everything.
+        For caches in 16 bits that is the reference, on the CPU, for the first and the last sequence and KV head, or
+        for long ones float64 on the GPU; for others `decode` itself on the dequantized caches, for everything.
         """
-        return self.by_reference() if self.case.formats == "raw16" else self.by_raw16()
+        case = self.case
+        if case.formats != "raw16":
+            return self.by_raw16()
+        rows = case.seqlen_q * case.num_qo_heads // case.num_kv_heads
+        return self.by_reference() if rows * case.kv_len * case.head_dim < _REFERENCE_SIZE else self.by_exact()
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Return the first and the last sequence, each with a KV head."""
+        return list(dict.fromkeys(((0, 0), (self.case.batch - 1, self.case.num_kv_heads - 1))))
 
     def by_reference(self) -> ByReference:
         """Compute the reference of the first set's first and last sequence and KV head, on the CPU."""
         case = self.case
         caches = self._caches(0)
         group = case.num_qo_heads // case.num_kv_heads
-        pairs = dict.fromkeys(((0, 0), (case.batch - 1, case.num_kv_heads - 1)))
         problems = []
-        for sequence, head in pairs:
+        for sequence, head in self._pairs():
             heads = slice(head * group, (head + 1) * group)
             q = to_host(self._q[0][sequence : sequence + 1, ..., heads, :])
             k, v = (self._host_rows(x, sequence, head) for x in caches)
             kept = {name: to_host(x[sequence : sequence + 1, :, head : head + 1]) for name, x in self._kept.items()}
-            problems.append(((sequence, heads), (q, k, v, case.kv_len), kept))
+            problems.append(((sequence, heads), (q, k, v, case.kv_lens[sequence]), kept))
         # NumPy drops the interpreter's lock in casts and products.
         with ThreadPoolExecutor() as executor:
             same, ref = (
@@ -268,14 +283,33 @@ class DecodeInputs:
             return Planes(codes, norms, None)
         if isinstance(x, cuattn.Fp8Array):
             return Codes(self._host_rows(x.codes, sequence, head), x.scale)
-        kv_len = self.case.kv_len
+        return to_host(self._rows(x, sequence, head))[None, :, None]
+
+    def _rows(self, x: Array, sequence: int, head: int) -> Array:
+        """Rows of one head of one sequence, in order."""
+        kv_len = self.case.kv_lens[sequence]
         if self._page_table is None:
-            rows = to_host(x[sequence, :kv_len, head])
-        else:
-            bits = x.view(np.uint16) if x.dtype.itemsize == 2 else x  # noqa: PLR2004
-            pages = bits[:, :, head][self._page_table[sequence]]
-            rows = to_host(pages.reshape(-1, x.shape[-1])[:kv_len]).view(x.dtype)
-        return rows[None, :, None]
+            return x[sequence, :kv_len, head]
+        bits = x.view(np.uint16) if x.dtype.itemsize == 2 else x  # noqa: PLR2004
+        pages = bits[:, :, head][self._page_table[sequence, : self.case.pages[sequence]]]
+        return pages.reshape(-1, x.shape[-1])[:kv_len].view(x.dtype)
+
+    def by_exact(self) -> ByExact:
+        """Attend from the first set's first and last sequence and KV head in float64, on the GPU; 16 bits only."""
+        case = self.case
+        caches = self._caches(0)
+        group = case.num_qo_heads // case.num_kv_heads
+        q = self._q[0].reshape(case.batch, case.seqlen_q, case.num_qo_heads, case.head_dim)
+        parts = []
+        for sequence, head in self._pairs():
+            heads = slice(head * group, (head + 1) * group)
+            k, v = (exact.as_float64(self._rows(x, sequence, head)) for x in caches)
+            for token in range(case.seqlen_q):
+                seen = len(k) - case.seqlen_q + token + 1
+                rows = exact.as_float64(q[sequence, token, heads])
+                out, _ = exact.attend(rows, k[:seen], v[:seen], case.head_dim**-0.5)
+                parts.append(((sequence, token, heads), to_host(out)))
+        return ByExact(parts, case.dtype)
 
     def by_raw16(self) -> ByRaw16:
         """Decode the first set's caches, dequantized to float16 and with the kept tokens in their places."""
@@ -296,16 +330,20 @@ class DecodeInputs:
         return ByRaw16(to_host(out).astype(np.float64), case.dtype)
 
     def check(
-        self, expected: Expected, num_splits: int | None = None, call: Callable[[], object] | None = None
+        self,
+        expected: Expected,
+        call: Callable[[], object] | None = None,
+        **options: Any,  # noqa: ANN401  those of `decode`
     ) -> bytes:
         """Run the first set's call on an output full of NaN and compare.
 
         Parameters
         ----------
-        expected : ByReference or ByRaw16
-        num_splits : int, optional
+        expected : ByReference, ByExact or ByRaw16
         call : callable, optional
             Instead of `decode`.
+        **options
+            Of `decode`.
 
         Returns
         -------
@@ -318,78 +356,6 @@ class DecodeInputs:
             If the result breaks the law or the bound.
         """
         self._out[0].view(np.uint16).fill(0xFFFF)
-        (call or self._call(0, num_splits))()
+        (call or self._call(0, options))()
         expected.check(to_host(self._out[0]))
         return self.out_bits()
-
-
-@dataclass(frozen=True, slots=True)
-class ByReference:
-    """Results of some rows of q, each with its place: same-precision, and float64.
-
-    Attributes
-    ----------
-    parts : sequence of ((int, slice), ndarray, ndarray)
-        Sequence and query heads; the result that rounds where a kernel rounds; the reference.
-    dtype : dtype
-        That of the output.
-    ulps : int
-        Of the law.
-    """
-
-    parts: Sequence[tuple[tuple[int, slice], np.ndarray[Any, Any], np.ndarray[Any, Any]]]
-    dtype: np.dtype[Any]
-    ulps: int = 1
-
-    def check(self, out: np.ndarray[Any, Any]) -> None:
-        """Raise `WrongResultError` unless ``max|out - ref| <= 2 max|same - ref| + ulps ulp(max|ref|)`` everywhere."""
-        for (sequence, heads), same, ref in self.parts:
-            got = out[sequence, ..., heads, :].astype(np.float64)
-            error = np.abs(got - ref).max()
-            ulp = float(np.spacing(self.dtype.type(np.abs(ref).max())))
-            allowed = 2 * np.abs(same.astype(np.float64) - ref).max() + self.ulps * ulp
-            # In this form a NaN fails, too.
-            if not error <= allowed:
-                place = f"sequence {sequence}, query heads {heads.start} to {heads.stop - 1}"
-                msg = f"{place}: error {error:.3g}, allowed {allowed:.3g}"
-                raise WrongResultError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class ByRaw16:
-    """Results of `decode` on the dequantized caches in float16, for all rows of q.
-
-    Attributes
-    ----------
-    ref : ndarray, shape of the output
-    dtype : {"bfloat16", "float16"}
-        That of the output.
-    """
-
-    ref: np.ndarray[Any, Any]
-    dtype: str
-
-    @property
-    def relative(self) -> float:
-        """What is allowed, relative to the largest value of a sequence.
-
-        With u the half of an ulp at 1, a rounding errs by 0.6 u in the mean. Those of weights, of keys and of values
-        are independent, and the output is a sum of as many independent terms: each kind gives it an error of 0.6 u of
-        its deviation, three kinds 1 u. Of some 10^5 such errors the largest is 5 deviations, and a sequence's largest
-        output is 4. So three kinds in the dtype of q make up to 1.3 u of that, and the output's own rounding up to 1 u,
-        hardly both at once: 2 u. As much of float16 pays for the rotated query and for what else is rounded to that.
-        """
-        half_ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-        return 2 * half_ulp[self.dtype] + 2 * half_ulp["float16"]
-
-    def check(self, out: np.ndarray[Any, Any]) -> None:
-        """Raise `WrongResultError` unless every sequence is within the bound."""
-        for sequence, (got, ref) in enumerate(zip(out.astype(np.float64), self.ref, strict=True)):
-            error, allowed = np.abs(got - ref).max(), self.relative * np.abs(ref).max()
-            if not error <= allowed:
-                msg = f"sequence {sequence}: differs by {error:.3g} from decode in 16 bits, allowed {allowed:.3g}"
-                raise WrongResultError(msg)
-
-
-# What a check compares with.
-Expected = ByReference | ByRaw16

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from cuattn import _arrays
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from . import timing
+from .run import FAILURES
 
+if TYPE_CHECKING:
     from cuattn._arrays import Array
 
-    from .timing import Capture
+    from .timing import Capture, Sampling, Timing
 
 # Names in records, and those of PyTorch's ``SDPBackend``.
 BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
@@ -26,6 +29,10 @@ FA3 = "flash_attn_interface"
 IMPLS = ("fa3", *BACKENDS)
 # What a reader of their times must know: called for inference, cuDNN writes no lse, and FlashAttention always does.
 NOTES = {"fa3": (), "fa2": (), "cudnn": ("without lse",)}
+# For which a peer is left out: also those of a package that is missing, or has another version's functions.
+_LEFT_OUT = (*FAILURES, AssertionError, AttributeError, ImportError, TypeError)
+# Calls without arguments, one for each set of inputs, by the form in which a peer takes them.
+Forms: TypeAlias = Mapping[str, Sequence[Callable[[], Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ class Torch:
             return self._torch.from_dlpack(x.view(np.int16)).view(getattr(self._torch, x.dtype.name))
 
     def attention(self, impl: str, q: Array, k: Array, v: Array, *, causal: bool) -> Callable[[], Any]:
-        """Return a call of a peer; its result is a tensor of shape (batch, heads, tokens, value_dim).
+        """Return a call of a peer; its result is a tensor of shape (batch, tokens, heads, value_dim).
 
         Parameters
         ----------
@@ -85,15 +92,49 @@ class Torch:
             As many tokens in each.
         causal : bool
         """
+        q, k, v = map(self.tensor, (q, k, v))
         if impl == "fa3":
-            return self._attention3(q, k, v, causal=causal)
-        attention = import_module("torch.nn.attention")
+            return self._fa3("flash_attn_func", q, k, v, causal=causal)
         # In the order (batch, tokens, heads), which is what a projection produces, seen as (batch, heads, tokens).
-        arguments = [self.tensor(x).transpose(1, 2) for x in (q, k, v)]
-        attend = partial(
-            self._torch.nn.functional.scaled_dot_product_attention,
-            *arguments, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
+        arguments = (x.transpose(1, 2) for x in (q, k, v))
+        attend = self._sdpa(impl, *arguments, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+        return lambda: attend().transpose(1, 2)
+
+    def decode(self, impl: str, q: Array, k: Array, v: Array, kv_len: Array) -> dict[str, Callable[[], Any]]:
+        """Return calls of a peer by the form in which it takes one query token of each sequence.
+
+        The result of each is a tensor whose elements are those of (batch, heads, head_dim), in this order.
+
+        Parameters
+        ----------
+        impl : {"fa3", "fa2", "cudnn"}
+        q : cupy.ndarray, shape (batch, heads, head_dim)
+        k, v : cupy.ndarray, shape (batch, tokens, kv_heads, head_dim)
+        kv_len : cupy.ndarray, shape (batch,), int32
+            As many as there are tokens.
+        """
+        batch, _, kv_heads, head_dim = k.shape
+        q, k, v = map(self.tensor, (q, k, v))
+        if impl == "fa3":
+            with self._on_current_stream():
+                lengths = self._torch.from_dlpack(kv_len)
+            options = {"cache_seqlens": lengths, "causal": True, "num_splits": 0}
+            return {
+                f"pack_gqa={pack}": self._fa3(
+                    "flash_attn_with_kvcache", q.unsqueeze(1), k, v, **options, pack_gqa=pack
+                )
+                for pack in (True, None)
+            }  # fmt: skip
+        k, v = (x.transpose(1, 2) for x in (k, v))
+        # The query heads of a KV head are the tokens of one, so that keys are read once for all of them.
+        forms = {"packed": self._sdpa(impl, q.view(batch, kv_heads, -1, head_dim), k, v)}
+        if impl == "cudnn":
+            forms["enable_gqa"] = self._sdpa(impl, q.unsqueeze(2), k, v, enable_gqa=True)
+        return forms
+
+    def _sdpa(self, impl: str, *arguments: Any, **options: Any) -> Callable[[], Any]:  # noqa: ANN401
+        attention = import_module("torch.nn.attention")
+        attend = partial(self._torch.nn.functional.scaled_dot_product_attention, *arguments, **options)
         backend = getattr(attention.SDPBackend, BACKENDS[impl])
 
         def call() -> Any:  # noqa: ANN401
@@ -102,20 +143,20 @@ class Torch:
 
         return call
 
-    def _attention3(self, q: Array, k: Array, v: Array, *, causal: bool) -> Callable[[], Any]:
-        attend = partial(import_module(FA3).flash_attn_func, *map(self.tensor, (q, k, v)), causal=causal)
+    def _fa3(self, name: str, *arguments: Any, **options: Any) -> Callable[[], Any]:  # noqa: ANN401
+        attend = partial(getattr(import_module(FA3), name), *arguments, **options)
 
         def call() -> Any:  # noqa: ANN401
             with self._torch.inference_mode(), self._on_current_stream():
                 found = attend()
-                return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+                return found[0] if isinstance(found, tuple) else found
 
         return call
 
-    def result(self, tensor: Any, dtype: np.dtype[Any]) -> Array:  # noqa: ANN401
-        """Return what a call of `attention` gave as a CuPy array (batch, tokens, heads, value_dim)."""
+    def result(self, tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:  # noqa: ANN401
+        """Return what a call gave as a CuPy array of a shape."""
         with self._on_current_stream():
-            integers = tensor.transpose(1, 2).contiguous().view(self._torch.int16)
+            integers = tensor.reshape(shape).contiguous().view(self._torch.int16)
             return _arrays.import_cupy().from_dlpack(integers).view(dtype)
 
     def product(self, a: Array, b: Array, out: Array) -> Callable[[], Any]:
@@ -166,6 +207,75 @@ def find() -> tuple[Torch | None, str]:
     except (ImportError, OSError, RuntimeError) as error:
         return None, f"left out: {type(error).__name__}: {error}"
     return found, str(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Time of a peer, and what a reader of it must know."""
+
+    timing: Timing
+    notes: tuple[str, ...]
+
+
+def timed(
+    torch: Torch | None, forms_of: Callable[[str], Forms], check: Callable[[Any], object], sampling: Sampling
+) -> tuple[dict[str, Found], tuple[str, ...]]:
+    """Time the peers that are there and right, each in the form that is fastest.
+
+    Parameters
+    ----------
+    torch : Torch, optional
+        Without it there are none.
+    forms_of : callable
+        Returns the calls of a peer by form; the empty one needs no name.
+    check : callable
+        Raises if what a call returned is wrong.
+    sampling : Sampling
+
+    Returns
+    -------
+    found : dict of Found
+        By implementation.
+    missing : tuple of str
+        Why each of the others is left out.
+    """
+    found: dict[str, Found] = {}
+    missing: list[str] = []
+    if torch is None:
+        return found, ()
+    for impl in IMPLS:
+        try:
+            form, calls, left_out = _fastest(torch, forms_of(impl), check)
+            notes = (*NOTES[impl], *filter(None, (form,)), *left_out)
+            found[impl] = Found(timing.replayed(calls, sampling, torch.graph_of), notes)
+        except _LEFT_OUT as error:
+            missing.append(_left_out(impl, error))
+    torch.free()
+    return found, tuple(missing)
+
+
+def _left_out(what: str, error: BaseException) -> str:
+    # Parts of a note end at semicolons.
+    text = f"{what} left out: {type(error).__name__}: {error}".replace(";", ",")
+    return textwrap.shorten(text, 160)
+
+
+def _fastest(
+    torch: Torch, forms: Forms, check: Callable[[Any], object]
+) -> tuple[str, Sequence[Callable[[], Any]], tuple[str, ...]]:
+    """Return the fastest of the forms that are right, its calls, and why others are left out."""
+    us: dict[str, float] = {}
+    errors: dict[str, BaseException] = {}
+    for form, calls in forms.items():
+        try:
+            check(calls[0]())
+            us[form] = timing.replayed(calls, timing.QUICK, torch.graph_of).us if len(forms) > 1 else 0.0
+        except _LEFT_OUT as error:
+            errors[form] = error
+    if not us:
+        raise next(iter(errors.values()))
+    fastest = min(us, key=lambda form: us[form])
+    return fastest, forms[fastest], tuple(_left_out(form, error) for form, error in errors.items())
 
 
 def product(torch: Torch | None, a: Array, b: Array, out: Array) -> tuple[Callable[[], Any], Capture]:

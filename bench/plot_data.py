@@ -106,7 +106,8 @@ def _is_curve(row: Row, impl: str, formats: tuple[str, ...]) -> bool:
     """Whether a row has the heads of the headline and one sequence."""
     _, _, *heads = cases.HEADLINE
     names = ("op", "impl", "batch", "seqlen_q", "q_heads", "kv_heads", "head_dim")
-    return [row[name] for name in names] == ["decode", impl, 1, 1, *heads] and _is_stored(row, formats)
+    same = [row[name] for name in names] == ["decode", impl, 1, 1, *heads] and row["kv"] in formats
+    return same and _records.is_plain(row)
 
 
 def _is_stored(row: Row, formats: tuple[str, ...]) -> bool:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import textwrap
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
-from itertools import repeat
-from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from cuattn import CompileError, _arrays, _jit, _plan
+from cuattn import _arrays, _plan
 
-from . import peers, prefill_record, timing
+from . import kernels, peers, prefill_record, timing
 from .cases import DTYPES
-from .inputs import WrongResultError, normal
+from .checks import WrongResultError
+from .inputs import normal
 from .prefill_cases import prefill_cases
 from .prefill_inputs import PrefillInputs
 from .run import FAILURES, Run
@@ -51,30 +47,14 @@ def measure(run: Run) -> None:
     run.env["seconds"] = round(time.perf_counter() - start, 1)
 
 
-def _build(config: _plan.PrefillConfig | _plan.TiledPrefillConfig, arch: str) -> None:
-    with suppress(CompileError):
-        _jit.build(config, arch)
-
-
 def build_kernels(selected: Sequence[PrefillCase]) -> None:
-    """Compile what cases need and the disk cache lacks, each kernel in a process: together they take half a minute.
-
-    What does not compile or fit is left to its case to say.
-    """
+    """Compile what cases need and the disk cache lacks; what does not fit is left to its case to say."""
     device = _arrays.device(_arrays.import_cupy().cuda.Device().id)
     configs: dict[_plan.PrefillConfig | _plan.TiledPrefillConfig, None] = {}
     for case in selected:
         with suppress(ValueError):
             configs[_plan.choose_prefill(case.problem, device).config] = None
-    missing = [config for config in configs if not _jit.cubin_path(config, device.arch).exists()]
-    if missing:
-        workers = min(len(missing), os.cpu_count() or 1)
-        # The context of the GPU does not survive a fork. Without processes this one compiles when it comes to a case.
-        with (
-            suppress(BrokenExecutor, OSError),
-            ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
-        ):
-            list(pool.map(_build, missing, repeat(device.arch)))
+    kernels.build_missing(configs, device.arch)
 
 
 class _Topic:
@@ -102,7 +82,7 @@ class _Topic:
         run.add(
             prefill_record.row(case, found, roof_us=roof_us, notes=(tile, *notes, *missing)),
             *(
-                prefill_record.row(case, other, impl=impl, roof_us=roof_us, notes=(*peers.NOTES[impl], *notes))
+                prefill_record.row(case, other.timing, impl=impl, roof_us=roof_us, notes=(*other.notes, *notes))
                 for impl, other in others.items()
             ),
         )
@@ -147,23 +127,16 @@ class _Topic:
             raise WrongResultError(msg)
         return found
 
-    def _peers(
-        self, arrays: PrefillInputs, expected: list[Expected]
-    ) -> tuple[dict[str, timing.Timing], tuple[str, ...]]:
+    def _peers(self, arrays: PrefillInputs, expected: list[Expected]) -> tuple[dict[str, peers.Found], tuple[str, ...]]:
         """Time peers that are there and right; notes say why one is left out."""
-        found: dict[str, timing.Timing] = {}
-        missing: list[str] = []
-        if self._torch is None:
-            return found, ()
-        for impl in peers.IMPLS:
-            try:
-                found[impl] = self._peer(self._torch, impl, arrays, expected)
-            except (*FAILURES, AttributeError, ImportError, TypeError) as error:
-                missing.append(textwrap.shorten(f"{impl} left out: {type(error).__name__}: {error}", 160))
-        self._torch.free()
-        return found, tuple(missing)
+        torch, case = self._torch, arrays.case
+        if torch is None:
+            return {}, ()
 
-    def _peer(self, torch: peers.Torch, impl: str, arrays: PrefillInputs, expected: list[Expected]) -> timing.Timing:
-        calls = [torch.attention(impl, *rows, causal=arrays.case.causal) for rows in arrays.rows]
-        arrays.check(expected, torch.result(calls[0](), DTYPES[arrays.case.dtype]))
-        return timing.replayed(calls, self._sampling, torch.graph_of)
+        def forms_of(impl: str) -> peers.Forms:
+            return {"": [torch.attention(impl, *rows, causal=case.causal) for rows in arrays.rows]}
+
+        def check(found: object) -> None:
+            arrays.check(expected, torch.result(found, (*case.q_shape[:-1], case.value_dim), DTYPES[case.dtype]))
+
+        return peers.timed(torch, forms_of, check, self._sampling)

@@ -12,8 +12,10 @@ import numpy as np
 import cuattn
 from cuattn import _arrays, _plan, reference
 
+from . import exact
 from .cases import DTYPES as DTYPES16
-from .inputs import ByRaw16, WrongResultError, normal, to_host
+from .checks import ByRaw16, WrongResultError
+from .inputs import normal, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,13 +31,6 @@ _FLOAT_ERROR = 2.0**-16
 _SEED = 2**32
 # Rounding to nearest in float32, relative.
 _HALF_ULP = 2.0**-24
-
-
-def as_float64(x: Array) -> Array:
-    """Widen a 16-bit or float32 array; bfloat16 through float32, whose upper half it is."""
-    if x.dtype.name == "bfloat16":
-        x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +157,7 @@ class PrefillInputs:
             rows = cuattn.dequantize(cuattn.Tbq4Array(*planes), dtype=np.float32)
         else:
             rows = x.view(np.uint16)[:, :, head][pages].view(x.dtype)
-        return as_float64(rows.reshape(-1, rows.shape[-1])[: case.kv_len])
+        return exact.as_float64(rows.reshape(-1, rows.shape[-1])[: case.kv_len])
 
     def _expected(self, sequence: int, head: int, token: int, k: Array, v: Array) -> Expected:
         case, cupy = self.case, _arrays.import_cupy()
@@ -170,14 +165,9 @@ class PrefillInputs:
         heads = slice(head * group, (head + 1) * group)
         start, stop = reference.visible_keys(token, case.seqlen_q, case.kv_len, causal=case.causal, window=case.window)
         scale = case.head_dim**-0.5
-        q = as_float64(self.rows[0][0][sequence, token, heads])
+        q = exact.as_float64(self.rows[0][0][sequence, token, heads])
         k, v = k[start:stop], v[start:stop]
-        # Products of every pair and their sum, rather than a product of matrices, for which CuPy needs cuBLAS.
-        scores = (q[:, None] * k).sum(axis=-1) * scale
-        largest = scores.max(axis=1, keepdims=True)
-        weights = cupy.exp(scores - largest)
-        total = weights.sum(axis=1, keepdims=True)
-        out = to_host((weights[:, :, None] * v).sum(axis=1) / total)
+        out, lse = map(to_host, exact.attend(q, k, v, scale))
         relative = _FLOAT_ERROR if case.dtype == "float32" else ByRaw16(out, case.dtype).relative
         # Of a score, and of every sum on the way to it.
         size = float(cupy.sqrt(((q * q).sum(axis=-1)).max() * (k * k).sum(axis=-1).max())) * scale
@@ -187,7 +177,7 @@ class PrefillInputs:
         if case.formats != "raw16":
             allowed_lse += relative * size
         return Expected(
-            sequence, token, heads, out, to_host(largest + cupy.log(total))[:, 0],
+            sequence, token, heads, out, lse,
             allowed=relative * float(np.abs(out).max()), allowed_lse=allowed_lse,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""README's tables of decode and prefill, and where rivals win, from the newest record of each topic."""
+"""README's tables of decode and prefill, from the newest record of each topic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _records
 
-from .compare import verdict
-from .rows import PEERS, cases, decodes, is_paged, kept, terabytes, tflops, value_dim
+from .rows import OPTIONS, PEERS, decodes, is_paged, kept, of_problem, problem, terabytes, tflops, value_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,12 +35,16 @@ _CHUNK_HEADER = (
     "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 _DECODE_HEADER = (
-    "| query/KV heads | head_dim | batch | keys | us | TB/s of K and V | of the read roof |",
-    "|---|---|---|---|---|---|---|",
+    "| query/KV heads | head_dim | batch | keys | us | TB/s of K, V | of the read roof | FA3 us | cuDNN us | FA2 us |",
+    "|---|---|---|---|---|---|---|---|---|---|",
 )
 _DECODE_INTRO = (
     "Decode of one query token, {dtype}, merge included; the read roof is a kernel that reads the same bytes and does "
     "nothing else, in the same run."
+)
+_DECODE_PEERS = (
+    "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
+    "has them, each as it is called fastest."
 )
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
@@ -135,7 +138,8 @@ def _rate(row: Row | None) -> str:
     return "" if row is None else f"{tflops(row):.0f}"
 
 
-def _us(row: Row | None) -> str:
+def whole_microseconds(row: Row | None) -> str:
+    """Return a time without decimals; nothing without a row."""
     return "" if row is None else f"{row['us']:.0f}"
 
 
@@ -151,7 +155,7 @@ def _prompts(rows: list[Row]) -> Iterator[str]:
         others = (peers.get((impl, *(row[name] for name in names))) for impl in PEERS)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
-            f"| {row['batch']} x {row['seqlen_q']:,} | {_us(row)} | {_rate(row)} "
+            f"| {row['batch']} x {row['seqlen_q']:,} | {whole_microseconds(row)} | {_rate(row)} "
             f"| {_percent(row) if row['roof_us'] else ''} | {' | '.join(map(_rate, others))} |"
         )
 
@@ -167,8 +171,10 @@ def _chunks(rows: list[Row]) -> Iterator[str]:
     for (q_heads, kv_heads, head_dim, seqlen_q, kv_len, _), variants in found.items():
         wide, tbq4 = variants.get((False, True)), variants.get((True, True))
         speed = f"{wide['us'] / tbq4['us']:.2f}" if wide and tbq4 else ""
-        cells = (_us(wide), _rate(wide), _us(variants.get((False, False))), _us(tbq4), _rate(tbq4),
-                 _us(variants.get((True, False))), speed)  # fmt: skip
+        us = [
+            whole_microseconds(row) for row in (wide, variants.get((False, False)), tbq4, variants.get((True, False)))
+        ]
+        cells = (us[0], _rate(wide), us[1], us[2], _rate(tbq4), us[3], speed)
         yield f"| {q_heads}/{kv_heads} | {head_dim} | {seqlen_q:,} | {kv_len:,} | {' | '.join(cells)} |"
 
 
@@ -205,62 +211,82 @@ def _host(rows: list[Row]) -> Iterator[str]:
         )
 
 
+def microseconds(row: Row | None) -> str:
+    """Return a time with one decimal; nothing without a row."""
+    return "" if row is None else f"{row['us']:.1f}"
+
+
 def _decode(rows: list[Row]) -> Iterator[str]:
     found = decodes(rows)
+    peers = {(row["impl"], *problem(row)): row for row in rows if row["impl"] in PEERS}
     if found:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[found[0]["dtype"]]
-        yield from (_DECODE_INTRO.format(dtype=dtype), "", *_DECODE_HEADER)
+        yield _DECODE_INTRO.format(dtype=dtype)
+        if peers:
+            yield _DECODE_PEERS
+        yield from ("", *_DECODE_HEADER)
     for row in found:
+        if row["seqlen_q"] > 1 or not _records.is_plain(row):
+            continue
+        others = (microseconds(peers.get((impl, *problem(row)))) for impl in PEERS)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['batch']} | {row['kv_len']:,} "
-            f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} |"
+            f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} | {' | '.join(others)} |"
         )
+    if lines := [*_drafts(found), *_options(found)]:
+        yield from ("", *lines)
     yield from ("", "Inputs rotate past L2, CUDA-graph replay, medians.", *_host(rows))
+
+
+def _drafts(found: list[Row]) -> Iterator[str]:
+    """Yield what several query tokens take, beside one."""
+    several: dict[tuple[Any, ...], list[Row]] = {}
+    for row in found:
+        if row["seqlen_q"] > 1:
+            several.setdefault(_key(row), []).append(row)
+    one = {_key(row): row for row in found if row["seqlen_q"] == 1 and _records.is_plain(row)}
+    for key, rows in several.items():
+        if key in one:
+            tokens = ", ".join(str(row["seqlen_q"]) for row in rows)
+            times = ", ".join(f"{row['us'] / one[key]['us']:.2f}" for row in rows)
+            yield f"- {_sizes(rows[0])}: {tokens} query tokens take {times} times as long as one."
+
+
+def _options(found: list[Row]) -> Iterator[str]:
+    """Yield unequal lengths and splits of a fixed size, each beside the default."""
+    calls: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in found:
+        if row["seqlen_q"] == 1:
+            option = next((part for part in of_problem(row) if part.startswith(OPTIONS)), "")
+            rest = (part for part in of_problem(row) if part != option)
+            calls.setdefault((_key(row), *rest), {})[option] = row
+    for by_option in calls.values():
+        default = by_option.pop("", None)
+        if default is None or not by_option:
+            continue
+        lengths = [part for part in of_problem(default) if part.startswith("lengths ")]
+        times = [f"`{_argument(name)}` {row['us']:.1f}" for name, row in by_option.items()]
+        roof = [f"the read roof {default['roof_us']:.1f}"] if lengths else []
+        where = ", ".join((_sizes(default), *lengths))
+        yield f"- {where}: {', '.join((microseconds(default) + ' us', *times, *roof))}."
+
+
+def _argument(option: str) -> str:
+    """Return a part of a note as it stands in a call."""
+    name, _, value = option.partition(" ")
+    return f"{name}={value or True}"
+
+
+def _sizes(row: Row) -> str:
+    heads = f"{row['q_heads']}/{row['kv_heads']} heads of {row['head_dim']}"
+    return f"{heads}, {row['batch']} x {row['kv_len']:,} keys"
 
 
 _TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {"decode": _decode, "tbq4": _tbq4, "prefill": _prefill}
 
 
-def rivals(rows: list[Row]) -> list[str]:
-    """Return a line for each case in which a rival's median is below ours, with what `compare` says of the two."""
-    lines = []
-    ours = cases([row for row in rows if row["impl"] == "cuattn"])[0].values()
-    for row in ours:
-        for impl, name in PEERS.items():
-            same = (other for other in rows if other["impl"] == impl)
-            other = next((other for other in same if _problem(other) == _problem(row)), None)
-            if other is not None and other["us"] < row["us"]:
-                lines.append(
-                    f"| {row['op']} | {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['dtype']} "
-                    f"| {row['mask']} | {row['batch']} x {row['seqlen_q']:,} | {name} | {other['us']:.0f} "
-                    f"| {row['us']:.0f} | {verdict(row, other)} |"
-                )
-    return lines
-
-
-def _problem(row: Row) -> tuple[Any, ...]:
-    names = ("op", "dtype", "kv", "q_heads", "kv_heads", "head_dim", "batch", "seqlen_q", "kv_len", "mask")
-    return (*(row[name] for name in names), value_dim(row), is_paged(row))
-
-
-def rivals_block(record: Record) -> str:
-    """Return what bench/README.md says of rivals, between its marks."""
-    peers = [row for row in record.rows if row["impl"] in PEERS]
-    ours = {_problem(row) for row in record.rows if row["impl"] == "cuattn"}
-    compared = sum(_problem(row) in ours for row in peers)
-    lines = rivals(record.rows)
-    table = (
-        "| op | query/KV heads | head_dim | dtype | mask | prompts | rival | us | cuattn us | the rival is |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *lines,
-    )
-    said = (
-        f"Of {compared} pairs of a case and a rival in the record, the rival's median is the lower one in {len(lines)}"
-    )
-    return "\n".join((f"{said}{':' if lines else '.'}", *(("", *table) if lines else ()), "", _source(record))) + "\n"
-
-
-def _source(record: Record) -> str:
+def source(record: Record) -> str:
+    """Return where figures come from."""
     peers = f"; peers: {record.env['peers']}" if "peers" in record.env else ""
     return f"{record.source}, `bench/results/{record.path.name}`{peers}; written by `python -m bench readme`."
 
@@ -269,7 +295,7 @@ def block(record: Record) -> str:
     """Return what stands in README between the marks of a record's topic."""
     topic = _topic(record.path)
     head, *rest = _TABLES[topic](record.rows)
-    lines = [head, *rest, "", _source(record)]
+    lines = [head, *rest, "", source(record)]
     if topic in _PICTURES:
         caption = f"{_CAPTIONS[topic]} {record.source}."
         lines[1:1] = ["", _PICTURES[topic], "", caption]
@@ -285,7 +311,7 @@ def _topic(path: Path) -> str:
     return topic
 
 
-def _replaced(text: str, mark: str, new: str) -> str:
+def replaced(text: str, mark: str, new: str) -> str:
     """Return a text with something else between the marks of a name."""
     marks = re.compile(rf"(<!-- bench:{mark} -->\n).*?(<!-- /bench -->)", re.DOTALL)
     result, count = marks.subn(lambda match: match[1] + new + match[2], text)
@@ -296,12 +322,7 @@ def _replaced(text: str, mark: str, new: str) -> str:
 
 def updated(text: str, path: Path) -> str:
     """Return README's text with the tables of a record, between the marks of its topic."""
-    return _replaced(text, _topic(path), block(_records.load(path)))
-
-
-def updated_rivals(text: str, path: Path) -> str:
-    """Return the text of bench/README.md with where rivals win in a record of prefill."""
-    return _replaced(text, "rivals", rivals_block(_records.load(path)))
+    return replaced(text, _topic(path), block(_records.load(path)))
 
 
 def write(readme: Path, results: Path) -> list[Path]:
@@ -323,9 +344,3 @@ def write(readme: Path, results: Path) -> list[Path]:
         text = updated(text, path)
     readme.write_text(text)
     return paths
-
-
-def write_rivals(page: Path, results: Path) -> None:
-    """Bring bench/README.md up to date; nothing without a record of prefill."""
-    if (path := _records.newest(results, "prefill")) is not None:
-        page.write_text(updated_rivals(page.read_text(), path))

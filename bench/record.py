@@ -117,6 +117,8 @@ def row(
     paged = [] if case.page_size is None else [f"page {case.page_size}"]
     if case.kv != dtype:
         paged.append(f"{case.token_bytes:g} bytes a token and KV head")
+    if case.lengths:
+        paged.append(f"lengths {min(case.lengths)} to {max(case.lengths)}, {sum(case.lengths)} in all")
     if case.has_kept:
         paged.append(f"{case.num_sink} first and {case.num_recent} newest tokens kept in 16 bits")
     return Row(
@@ -183,6 +185,7 @@ _HEADINGS = (
     "heads",
     "dim",
     "batch",
+    "new",
     "kv_len",
     "us",
     "[p5 p95]",
@@ -203,6 +206,7 @@ def _cells(line: Row) -> tuple[str, ...]:
         f"{line.q_heads}/{line.kv_heads}",
         str(line.head_dim),
         str(line.batch),
+        str(line.seqlen_q or ""),
         str(line.kv_len),
         f"{line.us:.1f}",
         f"[{line.us_p5:.1f} {line.us_p95:.1f}]",

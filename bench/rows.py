@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
     from cuattn._records import Row
 
-PROBLEM = ("op", "impl", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask")
+PROBLEM = ("op", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask")
 PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
 """Implementations beside ours, in the order of columns and legends."""
 # Parts of a note that belong to the problem, and those that tell trials of one problem apart.
-_OF_PROBLEM = re.compile(r"page \d+|value_dim \d+|with mean|.*kept in 16 bits")
+_OF_PROBLEM = re.compile(r"page \d+|value_dim \d+|with mean|lengths .+|split_size \d+|balance|.*kept in 16 bits")
 _OF_TRIAL = re.compile(r"splits \d+|(tile|table stride) .+")
+# Of these those that are options of a call of decode.
+OPTIONS = ("split_size ", "balance")
 Case = tuple[Any, ...]
 
 
@@ -44,6 +46,11 @@ def is_paged(row: Row) -> bool:
 def of_problem(row: Row) -> tuple[str, ...]:
     """Return the parts of the note that belong to the problem."""
     return tuple(part for part in parts(row) if _OF_PROBLEM.fullmatch(part))
+
+
+def problem(row: Row) -> Case:
+    """Return what was computed, whoever did it."""
+    return (*(row[name] for name in PROBLEM), *of_problem(row))
 
 
 def tflops(row: Row) -> float:
@@ -78,16 +85,16 @@ def cases(*records: Sequence[Row]) -> list[dict[Case, Row]]:
         Of each record the rows by case, in their order.
     """
 
-    def problem(row: Row) -> Case:
-        return (*(row[name] for name in PROBLEM), *of_problem(row))
+    def by(row: Row) -> Case:
+        return (row["impl"], *problem(row))
 
-    repeated = {case for rows in records for case, count in Counter(map(problem, rows)).items() if count > 1}
+    repeated = {case for rows in records for case, count in Counter(map(by, rows)).items() if count > 1}
     found: list[dict[Case, Row]] = []
     for rows in records:
         by_case: dict[Case, Row] = {}
         seen: Counter[Case] = Counter()
         for row in rows:
-            case = problem(row)
+            case = by(row)
             if case in repeated:
                 case = (*case, *(part for part in parts(row) if _OF_TRIAL.fullmatch(part)))
                 seen[case] += 1

@@ -5,26 +5,31 @@ from __future__ import annotations
 import sys
 import textwrap
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from cuattn import _arrays, _jit
 
-from . import cases, inputs, prefill_record, record, roofline, timing
+from . import cases, checks, inputs, prefill_record, record, roofline, tiles, timing
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from .cases import DecodeCase, Tile
-    from .inputs import DecodeInputs, Expected
+    from .cases import DecodeCase
+    from .checks import Expected
+    from .inputs import DecodeInputs
+    from .tiles import Tile
+    from .timing import Sampling
 
 # Of the memory that is free at the start; the rest is for outputs, workspaces and the check.
 _MEMORY_FRACTION = 0.85
 # What may go wrong with one case and leave the others: CuPy's errors are of the first kind, those of its memory pool of
 # the second, and a plan that does not fit the GPU is of the third.
 FAILURES = (RuntimeError, MemoryError, ValueError)
+# Calls of a sample of the host's time, some 60 ms.
+_HOST_CALLS = 500
 
 
 class Case(Protocol):
@@ -40,17 +45,37 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a case is run: number of splits and tile, None for what `decode` chooses."""
+    """How a case is run: options of `decode`, and tile; None for what it chooses."""
 
     num_splits: int | None = None
+    split_size: int | None = None
+    balance: bool = False
     tile: Tile | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `decode`."""
+        return {"num_splits": self.num_splits, "split_size": self.split_size, "balance": self.balance}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a row says of a call that is another one than the default, and not only another plan."""
+        size = () if self.split_size is None else (f"split_size {self.split_size}",)
+        return (*size, *(("balance",) if self.balance else ()))
+
     def __str__(self) -> str:
-        parts = [
-            "" if self.num_splits is None else f"{self.num_splits} splits",
-            "" if self.tile is None else f"tile {self.tile}",
-        ]
-        return ", ".join(filter(None, parts)) or "default"
+        splits = () if self.num_splits is None else (f"{self.num_splits} splits",)
+        tile = () if self.tile is None else (f"tile {self.tile}",)
+        return ", ".join((*splits, *self.notes, *tile)) or "default"
+
+
+class Beside(Protocol):
+    """Times what goes beside the default variant of a case."""
+
+    def __call__(
+        self, arrays: DecodeInputs, expected: Expected, ours: record.Row, sampling: Sampling
+    ) -> Sequence[record.Row]:
+        """Return our row, perhaps with more notes, and those of others."""
 
 
 def _progress(text: str) -> None:
@@ -153,13 +178,13 @@ class Run:
 
     def launch(self) -> None:
         """Time the host's part of a call; the roof is a bare launch."""
-        # A sample of 2000 calls lasts long already.
+        # A sample of so many calls lasts long already.
         sampling = replace(self.sampling, at_most=2 * self.sampling.at_least)
         for case in self.selected("launch", cases.tiny_cases(self.options.dtype)):
             arrays = inputs.DecodeInputs(case, 1)
             bare = timing.sample(timing.HostLoop(self.reader.call(self._scratch[:4096])).measure, sampling)
             for splits in (1, 2):
-                loop = timing.HostLoop(arrays.calls(splits)[0])
+                loop = timing.HostLoop(arrays.calls(num_splits=splits)[0], _HOST_CALLS)
                 found = timing.sample(loop.measure, sampling)
                 # The GPU ends soon after the host unless it was behind.
                 behind = ("the GPU was slower",) if loop.queued > 0.1 else ()  # noqa: PLR2004
@@ -178,8 +203,24 @@ class Run:
         sets = timing.num_sets(set_bytes, l2_bytes, self.available())
         return sets, () if timing.L2_FACTOR * l2_bytes < sets * set_bytes else ("partly in L2",)
 
-    def decode(self, selected: Sequence[DecodeCase], variants_of: Callable[[DecodeCase], Sequence[Variant]]) -> None:
-        """Time decode cases in each of their variants, and reading the same bytes."""
+    def decode(
+        self,
+        selected: Sequence[DecodeCase],
+        variants_of: Callable[[DecodeCase], Sequence[Variant]],
+        *,
+        sampling: Sampling | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        """Time decode cases in each of their variants, reading the same bytes, and what goes beside.
+
+        Parameters
+        ----------
+        selected : sequence of DecodeCase
+        variants_of : callable
+        sampling : Sampling, optional
+            Default: that of the run.
+        beside : Beside, optional
+        """
         for case in selected:
             if not (variants := variants_of(case)):
                 continue
@@ -189,7 +230,7 @@ class Run:
                 continue
             try:
                 self.check_small(case)
-                self.decode_case(case, sets, variants, notes)
+                self.decode_case(case, sets, variants, notes, sampling=sampling or self.sampling, beside=beside)
             except FAILURES as error:
                 self.fail(case.name, error)
             self.save()
@@ -202,13 +243,24 @@ class Run:
             arrays.check(arrays.by_reference())
             self._small_checks.add(small)
 
-    def decode_case(self, case: DecodeCase, sets: int, variants: Sequence[Variant], notes: Sequence[str]) -> None:
+    def decode_case(
+        self,
+        case: DecodeCase,
+        sets: int,
+        variants: Sequence[Variant],
+        notes: Sequence[str],
+        *,
+        sampling: Sampling,
+        beside: Beside | None = None,
+    ) -> None:
         """Time one case."""
         arrays = inputs.DecodeInputs(case, sets)
-        # Shapes and batches of the topic tbq4 have the same few sizes, and random bytes are random bytes.
-        key = (sets, case.cache_bytes)
-        if self.options.command != "tbq4" or key not in self._roofs:
-            self._roofs[key], shape = self.reader.roof(arrays.caches, self.sampling)
+        # Without the ends of pages that no token is in.
+        nbytes = min(case.cache_bytes, case.traffic[0])
+        # Shapes and batches of a topic have the same few sizes, and random bytes are random bytes.
+        key = (sets, nbytes)
+        if key not in self._roofs:
+            self._roofs[key], shape = self.reader.roof([cache[:nbytes] for cache in arrays.caches], sampling)
             self.add(
                 record.row(case, self._roofs[key], impl="read", roof_us=self._roofs[key].us, notes=(shape, *notes))
             )
@@ -217,19 +269,25 @@ class Run:
         plan = arrays.plan()
         for variant in variants:
             try:
-                with cases.substituted_tile(plan.config, variant.tile, plan.device):
-                    found = self.decode_variant(arrays, variant, expected)
+                with tiles.substituted_tile(plan.config, variant.tile, plan.device):
+                    found = self.decode_variant(arrays, variant, expected, sampling)
             except FAILURES as error:
                 self.fail(f"{case.name}, {variant}", error)
+                continue
+            ours = replace(found, roof_us=roof.us, notes=(*found.notes, *notes))
+            if beside is None or variant != Variant():
+                self.add(ours)
             else:
-                self.add(replace(found, roof_us=roof.us, notes=(*found.notes, *notes)))
+                self.add(*beside(arrays, expected, ours, sampling))
 
-    def decode_variant(self, arrays: DecodeInputs, variant: Variant, expected: Expected) -> record.Row:
+    def decode_variant(
+        self, arrays: DecodeInputs, variant: Variant, expected: Expected, sampling: Sampling
+    ) -> record.Row:
         """Check and time one case in one variant."""
-        plan = arrays.plan(variant.num_splits)
+        plan = arrays.plan(**variant.options)
         config = plan.config
-        tile = cases.Tile.of(config)
-        notes = [f"tile {tile}"]
+        tile = tiles.Tile.of(config)
+        notes = [*variant.notes, f"tile {tile}"]
         if config.table_stride:
             notes.append(f"table stride {config.table_stride}")
         if variant.tile is not None:
@@ -238,11 +296,11 @@ class Run:
                 raise RuntimeError(msg)
             report = _jit.build(config, plan.device.arch).report
             notes.append(f"{report.registers} registers, {report.spill_bytes} bytes spilled")
-        before = arrays.check(expected, variant.num_splits)
-        found = timing.replayed(arrays.calls(variant.num_splits), self.sampling)
+        before = arrays.check(expected, **variant.options)
+        found = timing.replayed(arrays.calls(**variant.options), sampling)
         if arrays.out_bits() != before:
             msg = "the replayed graph gives other bits than the call"
-            raise inputs.WrongResultError(msg)
+            raise checks.WrongResultError(msg)
         return record.row(arrays.case, found, splits=plan.num_splits, notes=notes)
 
     def finish(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuattn import _arrays
 
-from . import cases, codec, inputs, record, roofline, timing
+from . import cases, checks, codec, inputs, record, roofline, timing
 from .run import FAILURES, Run, Variant
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _separate(run: Run, copier: roofline.Copier, case: DecodeCase) -> None:
     found = timing.replayed(calls, run.sampling)
     if arrays.out_bits() != before:
         msg = "the replayed graph gives other bits than the calls"
-        raise inputs.WrongResultError(msg)
+        raise checks.WrongResultError(msg)
     notes = ("dequantize of K, of V, decode of the results", "roof: a copy for the one, reading for the other")
     row = record.row(case, found, impl="separate", roof_us=copy_roof.us + read_roof.us, notes=notes)
     run.add(replace(row, bytes=copied + read))

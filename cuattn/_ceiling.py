@@ -164,9 +164,8 @@ def measured(step: Step, line: Line, records: Sequence[Record]) -> tuple[Row, Re
     }  # fmt: skip
     for record in records:
         for row in record.rows:
-            # Tokens kept in 16 bits are another format.
             same = all(row[key] == value for key, value in sizes.items()) and row["kv"] in line.formats
-            if same and "kept in 16 bits" not in row["note"]:
+            if same and _records.is_plain(row):
                 return row, record
     return None
 

@@ -18,6 +18,8 @@ _ROW_KEYS = (
     "op", "impl", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask", "us",
     "us_p5", "us_p95", "bytes", "flops", "roof_us", "note",
 )  # fmt: skip
+# Parts of a note that make a call another one than its columns say, beside rows kept in 16 bits.
+_SPECIAL = ("lengths ", "split_size ", "balance")
 _NAME = re.compile(r".+-(?P<date>\d{4}-\d{2}-\d{2})-(?P<topic>.+?)(?:-(?P<number>\d+))?\.json")
 
 
@@ -114,6 +116,12 @@ def newest(folder: Path, topic: str, gpu: str | None = None) -> Path | None:
         if gpu is None or same_gpu(load(path).env["gpu"], gpu):
             return path
     return None
+
+
+def is_plain(row: Row) -> bool:
+    """Whether the columns of a row say all of its call: equal lengths, no rows kept in 16 bits, default splits."""
+    parts = row["note"].split("; ")
+    return not any(part.startswith(_SPECIAL) or part.endswith("kept in 16 bits") for part in parts)
 
 
 def of_gpu(gpu: str, folder: Path = FOLDER) -> list[Record]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import cases, inputs, record, roofline, timing
+from bench import cases, checks, record, roofline, tiles, timing
 from bench.clock import SmClock
 from cuattn import _decode, _dispatch, _plan, reference
 
@@ -30,7 +30,7 @@ ROW_KEYS = [
 
 
 def find(name, **options):
-    return next(case for case in cases.decode_cases(**options) if case.name == name)
+    return next(case for case in cases.sweep_cases(**options) if case.name == name)
 
 
 def fake_timer(*microseconds):
@@ -53,8 +53,8 @@ def test_bench_imports_without_cupy():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_cases_are_two_shapes_times_two_batches_times_three_contexts():
-    names = [case.name for case in cases.decode_cases()]
+def test_sweeps_have_two_shapes_times_two_batches_times_three_contexts():
+    names = [case.name for case in cases.sweep_cases()]
 
     assert len(names) == len(set(names)) == 12
     assert "d128-b16-kv131072" in names
@@ -76,7 +76,7 @@ def test_pages_round_the_cache_up_and_not_the_traffic():
     assert case.cache_bytes > case.traffic[0] == find("d128-b16-kv8192").traffic[0]
 
 
-@pytest.mark.parametrize("case", cases.decode_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases.sweep_cases(), ids=lambda case: case.name)
 def test_sets_exceed_three_times_l2_and_no_more_than_needed(case):
     sets = timing.num_sets(case.cache_bytes, L2_BYTES, 100 * GB)
 
@@ -185,7 +185,8 @@ def test_table_shows_time_bandwidth_roof_and_splits():
     assert "TB/s" in heading
     # 33.55 MB in 15.2 us.
     assert line.split() == [
-        "decode", "cuattn", "32/8", "128", "1", "8192", "15.2", "[15.0", "15.5]", "33.6", "2.21", "75.0", "16", "bf16"
+        "decode", "cuattn", "32/8", "128", "1", "1", "8192", "15.2", "[15.0", "15.5]", "33.6", "2.21", "75.0", "16",
+        "bf16",
     ]  # fmt: skip
 
 
@@ -240,12 +241,12 @@ def test_a_lower_clock_has_fallen_and_an_unknown_one_has_not():
     assert not record.clocks_fell({"sm_mhz": 1980}, {"mem_mhz": 3201})
 
 
-@pytest.mark.parametrize("case", [c for c in cases.decode_cases() if c.name.endswith("b1-kv8192")], ids=str)
+@pytest.mark.parametrize("case", [c for c in cases.sweep_cases() if c.name.endswith("b1-kv8192")], ids=str)
 def test_a_substituted_tile_is_planned_and_then_gone(case):
     before = _plan.decode_plan(case.problem, H200)
-    tile = cases.Tile(before.config.tile_kv, before.config.num_stages + 1, before.config.num_warps)
+    tile = tiles.Tile(before.config.tile_kv, before.config.num_stages + 1, before.config.num_warps)
 
-    with cases.substituted_tile(before.config, tile, H200):
+    with tiles.substituted_tile(before.config, tile, H200):
         inside = _plan.decode_plan(case.problem, H200).config
 
     assert inside == replace(before.config, num_stages=tile.num_stages, ctas_per_sm=inside.ctas_per_sm)
@@ -255,7 +256,7 @@ def test_a_substituted_tile_is_planned_and_then_gone(case):
 def test_calls_that_were_planned_before_a_tile_was_substituted_are_planned_anew(monkeypatch):
     forms = _dispatch.Forms()
     monkeypatch.setattr(_decode, "_FORMS", forms)
-    case = cases.decode_cases()[0]
+    case = cases.sweep_cases()[0]
     config = _plan.decode_plan(case.problem, H200).config
 
     def planned():
@@ -268,16 +269,16 @@ def test_calls_that_were_planned_before_a_tile_was_substituted_are_planned_anew(
 
     plan()
     assert planned()
-    with cases.substituted_tile(config, cases.Tile.of(config), H200):
+    with tiles.substituted_tile(config, tiles.Tile.of(config), H200):
         assert not planned()
         plan()
     assert not planned()
 
 
 def test_default_tiles_fit_an_h200():
-    for case in cases.decode_cases():
+    for case in cases.sweep_cases():
         config = _plan.decode_plan(case.problem, H200).config
-        for tile in cases.DEFAULT_TILES["raw16"][case.head_dim]:
+        for tile in tiles.DEFAULT_TILES["raw16"][case.head_dim]:
             assert replace(config, **asdict(tile)).smem_bytes <= H200.smem_per_block, (case.head_dim, str(tile))
 
 
@@ -285,7 +286,7 @@ def test_splits_and_tiles_are_read_from_the_command_line():
     options = command.parse(["splits", "--splits", "auto,8,132", "--tiles", "128:32x3x4,128:16x6x4,256:16x3x4"])
 
     assert options.splits == (None, 8, 132)
-    assert options.tiles == {128: (cases.Tile(32, 3, 4), cases.Tile(16, 6, 4)), 256: (cases.Tile(16, 3, 4),)}
+    assert options.tiles == {128: (tiles.Tile(32, 3, 4), tiles.Tile(16, 6, 4)), 256: (tiles.Tile(16, 3, 4),)}
 
 
 @pytest.mark.parametrize("arguments", [["--splits", "0"], ["--splits", "x"], ["--tiles", "128:32x3"], ["compare"]])
@@ -299,7 +300,7 @@ def expected_of(q, k, v):
     """Return what the check of one sequence and all heads compares with."""
     same = reference.decode_same_precision(q, k, v, k.shape[1])
     ref = reference.decode(q, k, v, k.shape[1])
-    return inputs.ByReference([((0, slice(0, q.shape[1])), same[0], ref[0])], q.dtype)
+    return checks.ByReference([((0, slice(0, q.shape[1])), same[0], ref[0])], q.dtype)
 
 
 def test_the_check_accepts_the_rounded_result_and_refuses_wrong_ones():
@@ -313,7 +314,7 @@ def test_the_check_accepts_the_rounded_result_and_refuses_wrong_ones():
     not_a_number = right.copy()
     not_a_number[0, 3, 63] = np.nan
     for wrong in (one_key_less, not_a_number):
-        with pytest.raises(inputs.WrongResultError, match="sequence 0, query heads 0 to 3"):
+        with pytest.raises(checks.WrongResultError, match="sequence 0, query heads 0 to 3"):
             expected.check(wrong)
 
 

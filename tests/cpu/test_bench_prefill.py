@@ -10,7 +10,19 @@ import pytest
 
 import cuattn
 from bench import __main__ as command
-from bench import cases, inputs, peers, prefill, prefill_cases, prefill_inputs, prefill_record, readme, run, timing
+from bench import (
+    cases,
+    checks,
+    inputs,
+    peers,
+    prefill,
+    prefill_cases,
+    prefill_inputs,
+    prefill_record,
+    readme,
+    run,
+    timing,
+)
 from bench.prefill_cases import PrefillCase, visible_pairs
 from cuattn import _arrays, _plan, reference
 
@@ -83,8 +95,8 @@ class FakeTorch:
             raise RuntimeError(message)
         return lambda: cuattn.prefill(q, k, v, causal=causal != (impl in self.wrong))
 
-    def result(self, tensor, dtype):
-        return tensor.astype(dtype)
+    def result(self, tensor, shape, dtype):
+        return tensor.reshape(shape).astype(dtype)
 
     def product(self, a, b, out):
         return lambda: out.fill((a[0] * b[:, 0]).sum())
@@ -216,7 +228,7 @@ def test_the_check_refuses_wrong_results(case):
     unmasked = arrays.calls()[0]()[0]
 
     for wrong in ((not_a_number, lse), (out, late), (unmasked, None)):
-        with pytest.raises(inputs.WrongResultError, match=r"(out|lse) of sequence \d"):
+        with pytest.raises(checks.WrongResultError, match=r"(out|lse) of sequence \d"):
             arrays.check(expected, *wrong)
 
 
@@ -234,7 +246,7 @@ def test_the_bounds_hold_for_results_with_the_roundings_of_kernels(formats, dtyp
     # They are not lax either: a fifth is used, and a result for the token before is refused.
     used = [np.abs(out[0, x.token, x.heads].astype(float) - x.out).max() / x.allowed for x in expected]
     assert max(used) > 1 / 5
-    with pytest.raises(inputs.WrongResultError):
+    with pytest.raises(checks.WrongResultError):
         arrays.check(expected, np.roll(out, 1, axis=1))
 
 

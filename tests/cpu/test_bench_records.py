@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench import __main__ as command
-from bench import compare, kv_error, plot, plot_data, readme, rows, timing
+from bench import compare, kv_error, plot, plot_data, readme, rivals, rows, timing
 from cuattn import _records
 
 README = timing.ROOT / "README.md"
@@ -84,6 +84,16 @@ def test_compare_takes_two_files(files, capsys):
     with pytest.raises(SystemExit):
         command.parse(["compare", *files])
     assert f"compare takes 2 files, got {len(files)}" in capsys.readouterr().err
+
+
+def test_rows_whose_columns_say_less_than_the_call_are_not_plain():
+    for note in ("", "splits 4; tile 1x2", "page 16", "noisy", "fa3 left out: X: unbalance"):
+        assert _records.is_plain(row(note=note))
+    for note in (
+        "page 64; splits 4; lengths 3 to 9, 12 in all", "split_size 64; tile 1x2", "splits 9; balance",
+        "4 first and 8 newest tokens kept in 16 bits; noisy",
+    ):  # fmt: skip
+        assert not _records.is_plain(row(note=note))
 
 
 # Comparison
@@ -183,9 +193,8 @@ def test_readme_shows_the_newest_record(topic):
 
 def test_the_page_of_the_bench_says_where_rivals_win_in_the_newest_record():
     text = (timing.ROOT / "bench" / "README.md").read_text()
-    path = _records.newest(_records.FOLDER, "prefill")
 
-    assert text == readme.updated_rivals(text, path), "run python -m bench readme"
+    assert text == rivals.updated(text, _records.FOLDER), "run python -m bench readme"
 
 
 def test_rivals_that_win_are_those_with_lower_medians():
@@ -194,9 +203,9 @@ def test_rivals_that_win_are_those_with_lower_medians():
         prompt(50, mask="causal"), prompt(60, "fa3", mask="causal"), prompt(10, "fa3", head_dim=64),
         prompt(10, "read"),
     ]  # fmt: skip
-    told = readme.rivals_block(record(*lines, peers="PyTorch 1"))
+    told = rivals.block(record(*lines, peers="PyTorch 1"))
 
-    assert "Of 4 pairs of a case and a rival in the record, the rival's median is the lower one in 2:" in told
+    assert "Of 4 pairs of a case of prefill and a rival, the rival's median is the lower one in 2:" in told
     assert "| FlashAttention-3 | 90 | 100 | faster |" in told
     assert "| cuDNN | 99 | 100 | same |" in told
     assert "peers: PyTorch 1" in told
@@ -212,7 +221,7 @@ def test_readme_has_decode_with_what_the_host_takes(tmp_path):
 
     assert readme.write(text, tmp_path) == [path]
     written = text.read_text()
-    assert "| 24/4 | 256 | 1 | 8,192 | 200.0 | 5.00 | 25% |" in written
+    assert "| 24/4 | 256 | 1 | 8,192 | 200.0 | 5.00 | 25% |  |  |  |" in written
     assert "compiles a decode kernel in 0.7 to 0.9 s, or loads it from the cache in 31 ms." in written
     assert "A call takes 120 us of Python, 180 with a merge" in written
 

@@ -10,7 +10,7 @@ import pytest
 
 import cuattn
 from bench import __main__ as command
-from bench import cases, codec, inputs, readme, roofline, run, tbq4, timing
+from bench import cases, checks, codec, inputs, readme, roofline, run, tbq4, tiles, timing
 from cuattn import _arrays, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
@@ -157,7 +157,7 @@ def test_checks_refuse_other_norms_and_nan(by, kept):
 
     for factor in (np.float16(1.1), np.float16(np.nan)):
         norms[-1] *= factor
-        with pytest.raises(inputs.WrongResultError, match="sequence 1"):
+        with pytest.raises(checks.WrongResultError, match="sequence 1"):
             arrays.check(expected)
 
 
@@ -173,13 +173,13 @@ def test_the_bound_against_16_bits_holds_for_results_with_the_roundings_of_kerne
     def rounded(q, k, v):
         return reference.decode_same_precision(q, k, v, kv_len).astype(np.float64)
 
-    expected = inputs.ByRaw16(rounded(inputs.as_float16(q), *wide), dtype)
+    expected = checks.ByRaw16(rounded(inputs.as_float16(q), *wide), dtype)
     found, allowed = rounded(q, k, v), expected.relative * np.abs(expected.ref).max()
 
     expected.check(found)
     # It is not lax either: a fifth of it is used, and 16 keys less are too few.
     assert np.abs(found - expected.ref).max() > allowed / 5
-    with pytest.raises(inputs.WrongResultError):
+    with pytest.raises(checks.WrongResultError):
         expected.check(reference.decode_same_precision(q, *wide, kv_len - 16).astype(np.float64))
 
 
@@ -208,7 +208,7 @@ def test_blocks_far_from_the_reference_are_refused():
 
     codec.check_blocks(x, right.codes, right.norms)
     for codes, norms in ((off, right.norms), (many, right.norms), (right.codes, right.norms * np.float16(1.01))):
-        with pytest.raises(inputs.WrongResultError):
+        with pytest.raises(checks.WrongResultError):
             codec.check_blocks(x, codes, norms)
 
 
@@ -218,7 +218,7 @@ def test_rows_far_from_the_reference_are_refused():
 
     codec.check_rows(t.codes, t.norms, rows)
     rows[3, 7] += 1e-4
-    with pytest.raises(inputs.WrongResultError):
+    with pytest.raises(checks.WrongResultError):
         codec.check_rows(t.codes, t.norms, rows)
 
 
@@ -232,7 +232,7 @@ def test_appended_rows_are_checked(formats, seqlen_new, monkeypatch):
     assert arrays.capacity == 4 * seqlen_new
     monkeypatch.setattr(cuattn, "append", lambda *_: None)
     arrays = codec.AppendInputs(arrays.case, 4)
-    with pytest.raises(inputs.WrongResultError):
+    with pytest.raises(checks.WrongResultError):
         arrays.check()
 
 
@@ -323,12 +323,12 @@ def test_sweeps_take_formats_and_default_tiles_fit_an_h200():
 def test_a_substituted_tile_keeps_the_stride_of_the_table_of_levels(formats, heads):
     problem = cases.DecodeCase(1, 32768, *heads, formats=formats).problem
     before = _plan.decode_plan(problem, H200).config
-    tile = cases.Tile(before.tile_kv, 2, before.num_warps)
+    tile = tiles.Tile(before.tile_kv, 2, before.num_warps)
 
-    with cases.substituted_tile(before, tile, H200):
+    with tiles.substituted_tile(before, tile, H200):
         inside = _plan.decode_plan(problem, H200).config
 
-    assert cases.Tile.of(inside) == tile
+    assert tiles.Tile.of(inside) == tile
     assert inside.table_stride == before.table_stride
     assert _plan.decode_plan(problem, H200).config == before
 

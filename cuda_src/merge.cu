@@ -33,6 +33,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
   const u8* const all_lse_partial = reinterpret_cast<const u8*>(p.lse_partial) + i0 * p.lse_partial_stride_dim0 +
                                     i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
 
+  ptx::read_ahead(p);
   ptx::griddepcontrol_wait();
   const int first_part = p.shares == nullptr ? 0 : p.shares[2 * i0];
   const int num_parts = p.shares == nullptr ? p.num_parts : p.shares[2 * i0 + 1];

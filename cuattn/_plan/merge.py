@@ -17,7 +17,7 @@ class MergeConfig:
     head_dim: int
     parts: Parts = Parts.LSE
     num_warps: int = 4
-    parts_at_once: int = 2
+    parts_at_once: int = 4
     ctas_per_sm: int = 4  # 128 registers: a part takes head_dim / 32 and two more
 
     kernel = "merge"
@@ -47,16 +47,16 @@ class MergeConfig:
         }
 
 
-# Of a block, by the number of parts: a warp takes its parts one after the other, some of them at the cost of a trip to
-# memory.
-_FEW_PARTS, _MANY_WARPS = 8, 16
+# Of a block, by the number of parts: a warp takes its parts one after the other, four at the cost of a trip to memory,
+# and what more warps have found takes longer to add up (docs/decode.md).
+_FEW_PARTS, _MANY_WARPS = 16, 16
 
 
 def merge_config(in_dtype: Dtype, out_dtype: Dtype, head_dim: int, parts: Parts, num_parts: int) -> MergeConfig:
     """Config for `num_parts` parts."""
     if num_parts <= _FEW_PARTS:
         return MergeConfig(in_dtype, out_dtype, head_dim, parts)
-    return MergeConfig(in_dtype, out_dtype, head_dim, parts, _MANY_WARPS, parts_at_once=4, ctas_per_sm=1)
+    return MergeConfig(in_dtype, out_dtype, head_dim, parts, _MANY_WARPS, ctas_per_sm=1)
 
 
 def merge_configs(head_dim: int, dtype: Dtype) -> list[MergeConfig]:

@@ -39,6 +39,21 @@ _DECODE_LARGE = {
     (256, 2): DecodeTile(16, 3, 4),
     (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
 }
+# For calls with so few bytes that they fill the rings of all SMs a few times: eight warps have a step each where four
+# have two, one after the other, and all of a step is in flight at once. Measured on an H200 at head_dim 128 and 256
+# (docs/decode.md), the others by analogy.
+_DECODE_SHORT = {
+    (64, 1): DecodeTile(32, 4, 8),
+    (64, 2): DecodeTile(32, 4, 8),
+    (96, 1): DecodeTile(32, 2, 8),
+    (96, 2): DecodeTile(32, 2, 8),
+    (128, 1): DecodeTile(32, 2, 8),
+    (128, 2): DecodeTile(32, 2, 8),
+    (192, 1): DecodeTile(16, 2, 8),
+    (192, 2): DecodeTile(16, 2, 8),
+    (256, 1): DecodeTile(16, 2, 8),
+    (256, 2): DecodeTile(16, 2, 8),
+}
 # GPUs with 99 KB a block (sm_86, sm_89, sm_120): a ring of up to 64 KB, or the accumulators in its place.
 _DECODE_SMALL = {
     (64, 1): DecodeTile(32, 4, 4),
@@ -245,3 +260,9 @@ def heads_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[
     """Tile table of a device and of formats for tiles of several KV heads, by (head_dim, tile_heads)."""
     codes = k_format is v_format is KvFormat.TBQ4
     return _TBQ4_HEADS_LARGE if codes and device.smem_per_block >= _LARGE_SMEM_TBQ4 else {}
+
+
+def short_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[tuple[int, int], DecodeTile]:
+    """Tile table of a device and of formats for calls with few bytes, by (head_dim, row_tiles); empty: no others."""
+    raw16 = k_format is v_format is KvFormat.RAW16
+    return _DECODE_SHORT if raw16 and device.smem_per_block >= _LARGE_SMEM else {}

@@ -33,24 +33,42 @@ struct RawRows : Rows {
     }
   };
 
-  struct QueryPart {};
+  // The first pieces of Q that a thread copies, on their way from global memory before tiles of K and V are asked for:
+  // behind those they would come last.
+  struct QueryPart {
+    static constexpr int PIECES = 2;
+    uint4 piece[PIECES];
+  };
+  // Piece `index` of all rows; zeros where there is no row.
   template <class Source>
-  static __device__ __forceinline__ QueryPart fetch_queries(int /*rows*/, Source /*source*/) {
-    return {};
+  static __device__ __forceinline__ uint4 fetch_piece(int index, int rows, Source source) {
+    const u8* address = index < rows * Tile::CHUNKS ? source(index / Tile::CHUNKS) : nullptr;
+    if (address == nullptr) return make_uint4(0, 0, 0, 0);
+    return ptx::ld_global_nc_v4(address + index % Tile::CHUNKS * 16);
+  }
+  template <class Source>
+  static __device__ __forceinline__ QueryPart fetch_queries(int rows, Source source) {
+    QueryPart part;
+#pragma unroll
+    for (int i = 0; i < QueryPart::PIECES; ++i) {
+      part.piece[i] = fetch_piece(threadIdx.x + i * cfg::NUM_WARPS * WARP, rows, source);
+    }
+    return part;
   }
 
   // Copies `rows` rows of Q to a shared tile; source(row) is the address of a row, null for zeros.
   template <class Mean, class Factor, class Source>
   static __device__ __forceinline__ void store_queries(u8* tile, float* /*scale*/, float* /*bias*/, Mean /*mean_of*/,
                                                        Factor /*factor_of*/, int rows, Source source,
-                                                       QueryPart /*part*/) {
-    for (int index = threadIdx.x; index < rows * Tile::CHUNKS; index += cfg::NUM_WARPS * WARP) {
-      const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
-      const u8* address = source(row);
-      uint4 value = make_uint4(0, 0, 0, 0);
-      if (address != nullptr) value = ptx::ld_global_nc_v4(address + chunk * 16);
-      *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = value;
-    }
+                                                       const QueryPart& part) {
+    const auto store = [&](int index, const uint4& piece) {
+      if (index >= rows * Tile::CHUNKS) return;
+      *reinterpret_cast<uint4*>(tile + Tile::offset(index / Tile::CHUNKS, index % Tile::CHUNKS)) = piece;
+    };
+    int index = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < QueryPart::PIECES; ++i, index += cfg::NUM_WARPS * WARP) store(index, part.piece[i]);
+    for (; index < rows * Tile::CHUNKS; index += cfg::NUM_WARPS * WARP) store(index, fetch_piece(index, rows, source));
   }
 
   // O is in the domain of the output.

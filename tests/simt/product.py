@@ -31,12 +31,15 @@ def decode_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
     changes: Mapping[str, Any] | None = None,
+    cluster: bool = False,
+    short: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
     `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
-    of the fields of every config of decode.cu.
+    of the fields of every config of decode.cu. With `cluster` splits are merged by their cluster where there may be
+    one, and with `short` tiles are those of calls with few bytes, as every call here has; the others are larger calls'.
 
     Returns
     -------
@@ -48,7 +51,7 @@ def decode_arrays(
     call = _check.decode(*arrays, num_splits=None if fixed or balance else num_splits, **options)
     found = tuple(
         replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
-        for s in _segments.segments(call, device)
+        for s in _segments.segments(call, device, alone=cluster, short=short)
     )
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)

@@ -377,6 +377,8 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
   return (r & ~replicate) | (sign & replicate);
 }
 
+template <class Params>
+void read_ahead(const Params&) {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 

@@ -90,17 +90,21 @@ class _Kernel:
     def __init__(self, config: _plan.Config, ordinal: int, log: list[tuple[_plan.Config, int]]) -> None:
         self._config, self._ordinal, self._log = config, ordinal, log
 
-    def bind(self, grid: Sequence[int], block: Sequence[int], params: np.ndarray) -> Callable[[], None]:
+    def bind(
+        self, grid: Sequence[int], block: Sequence[int], params: np.ndarray, cluster: int | Sequence[int] | None = None
+    ) -> Callable[[], None]:
         def start() -> None:
             assert _Cuda.current == self._ordinal
             self._log.append((self._config, self._ordinal))
             name, smem = f"{self._config.kernel}_kernel", self._config.smem_bytes
-            product.build(self._config).launch(name, grid, block, (params,), smem=smem)
+            product.build(self._config).launch(name, grid, block, (params,), smem=smem, cluster=cluster or 1)
 
         return start
 
-    def launch(self, grid: Sequence[int], block: Sequence[int], params: np.ndarray) -> None:
-        self.bind(grid, block, params)()
+    def launch(
+        self, grid: Sequence[int], block: Sequence[int], params: np.ndarray, cluster: int | Sequence[int] | None = None
+    ) -> None:
+        self.bind(grid, block, params, cluster)()
 
 
 def on_gpu(x: Any, ordinal: int = 0) -> Any:

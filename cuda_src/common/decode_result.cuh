@@ -164,7 +164,9 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Work&
       store4(reinterpret_cast<Elem*>(out_row(p, w, row)) + dim,
              make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total));
     }
-    if (p.lse != nullptr && index % RESULT_VECTORS == 0 && lane == 0) p.lse[w.flat(p, row)] = softmax::lse(m, l);
+    if (p.lse != nullptr && index % RESULT_VECTORS == 0 && lane == 0) {
+      p.lse[w.flat_in_batch(p, row)] = softmax::lse(m, l);
+    }
   }
   ptx::cluster_arrive();
   ptx::cluster_wait();  // no CTA ends while others read its shared memory

@@ -69,8 +69,9 @@ def decode_arrays(
         call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
     ):
         build(plan.config, patches).launch(
-            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
-        )
+            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable,
+            cluster=(1, plan.cluster, 1),
+        )  # fmt: skip
     if parts is None:
         return out, lse
     if not merge:

@@ -331,7 +331,7 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
                                                     int lane) {
   const u8* table = reinterpret_cast<const u8*>(p.page_table);
   const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
-                        p.page_table_stride_page, p.page_size, w.batch, table == nullptr && w.end <= p.page_size};
+                        p.page_table_stride_page, Divisor(p.page_size), w.batch, table == nullptr && w.end <= p.page_size};
   return Loader<K, V>(p, pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
 }
 

@@ -13,6 +13,8 @@ from cuattn._problem import DecodeProblem
 
 # Bytes of K and V an SM up to which a call is short: as many as eight warps have in flight, twice.
 _SHORT_BYTES = 256 * KIB
+# Parts of a balanced batch for each sequence: a short one has a single part, and no part is to be long beside it.
+_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def choose_splits(
 
 
 def _balanced_plan(problem: DecodeProblem, config: DecodeConfig, device: Device) -> DecodePlan | None:
-    """Plan parts of a whole batch, None where there is nothing to give: in whole rounds, at least two a sequence.
+    """Plan parts of a whole batch, None where there is nothing to give: whole rounds, at least `_PARTS` a sequence.
 
     So equal sequences get as many each as they would by themselves, and of unequal ones the long ones have most.
     """
@@ -162,7 +164,7 @@ def _balanced_plan(problem: DecodeProblem, config: DecodeConfig, device: Device)
     row_blocks = ceil_div(problem.rows, config.head_rows)
     ctas = problem.num_kv_heads // config.tile_heads * row_blocks
     at_once = config.ctas_per_sm * device.num_sms
-    rounds = ceil_div(2 * problem.batch * ctas, at_once)
+    rounds = ceil_div(_PARTS * problem.batch * ctas, at_once)
     most = problem.batch * (problem.max_kv_len // config.min_split)
     parts = min(rounds * at_once // ctas, most, MAX_GRID_YZ // row_blocks)
     if parts <= problem.batch:

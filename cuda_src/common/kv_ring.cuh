@@ -270,7 +270,7 @@ struct Loader {
   // One group each, empty past the last tile, so that a wait can count groups.
   __device__ __forceinline__ void load_k(u32 slot, int lane) {
     const int first_slot = pages.slot(key0);
-    whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.page_size;
+    whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.size();
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
       k.load(ring + slot, lane);

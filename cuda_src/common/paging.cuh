@@ -5,20 +5,25 @@
 #include "common/divisor.cuh"
 
 struct PageTable {
-  const u8* row;  // this sequence's entries; null: the sequence is page `dense_page`
-  i64 stride;     // bytes
-  int page_size;  // tokens
+  const u8* row;   // this sequence's entries; null: the sequence is page `dense_page`
+  i64 stride;      // bytes
+  Divisor divide;  // by the tokens of a page
   int dense_page;
   bool dense;  // no table, and no position asked for is past the page: successive tokens are successive rows
 
+  __device__ __forceinline__ int size() const { return static_cast<int>(divide.divisor); }
   // The page that holds `position`. Entries past the last used one are never read: ask only for positions < kv_len.
   __device__ __forceinline__ int page(int position) const {
     if (row == nullptr) return dense_page;
-    return __ldg(reinterpret_cast<const int*>(row + stride * (position / page_size)));
+    u32 rest;
+    return __ldg(reinterpret_cast<const int*>(row + stride * divide.divide(static_cast<u32>(position), rest)));
   }
   // Without a table a page may be a ring, of tokens that are the newest.
   __device__ __forceinline__ int slot(int position) const {
-    return position < page_size ? position : position % page_size;
+    if (position < size()) return position;
+    u32 rest;
+    divide.divide(static_cast<u32>(position), rest);
+    return static_cast<int>(rest);
   }
 };
 

@@ -35,14 +35,7 @@ class Device:
     bandwidth: float = 0.0
     l2_bytes: int = 0
 
-    @property
-    def max_cluster(self) -> int:
-        """Blocks of a cluster at most; 1: there are no clusters. Above 8 a GPU with few of its SMs may have no room."""
-        return _MAX_CLUSTER.get(self.arch, 1)
 
-
-# CUDA programming guide, thread block clusters: 8 everywhere, 16 on the GPUs with 228 KB of shared memory an SM.
-_MAX_CLUSTER = {"sm_90a": 16, "sm_100a": 16, "sm_120a": 8}
 KIB = 1024
 _MIB = 1024 * KIB
 # One GPU per supported architecture, for plans without a GPU at hand and for the compile tests. Shared memory: CUDA

@@ -280,7 +280,7 @@ class StandIns:
 class Launch(NamedTuple):
     """One launch, whose parameters have the addresses of stand-ins.
 
-    `tensor_maps` are of arrays `x` whose maps are the parameters ``x_map``; `cluster` is that of `Kernel.bind`.
+    `tensor_maps` are of arrays `x` whose maps are the parameters ``x_map``.
     """
 
     kernel: _jit.Kernel
@@ -288,7 +288,6 @@ class Launch(NamedTuple):
     block: tuple[int, int, int]
     params: np.ndarray[Any, Any]
     tensor_maps: tuple[_tiled.TensorTiles, ...] = ()
-    cluster: int = 1
 
 
 class _Patch(NamedTuple):
@@ -364,8 +363,7 @@ class Launches:
                 place = (params.dtype.fields or {})[f"{stand_ins.name_of(tiles.pointer)}_map"][1]
                 index = self._index(stand_ins, tiles.pointer)
                 patches.append(_Patch(_writer_of(tiles), buffer, place, _picker([index])))
-            start = launch.kernel.bind(launch.grid, launch.block, params, launch.cluster)
-            self._bound.append((threading.Lock(), patches, start))
+            self._bound.append((threading.Lock(), patches, launch.kernel.bind(launch.grid, launch.block, params)))
 
     def _index(self, stand_ins: StandIns, address: int) -> int:
         """Where `run` has the address for one of the parameters'."""

@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from . import _nvrtc
-from ._launch import OverlappingLaunch, launch_config
 from ._nvrtc import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._launch import Grid, Params
     from ._plan import Config
+
+    Grid = tuple[int, int, int]
+    Params = np.ndarray[Any, Any]
 
 
 def _find_sources() -> Path:
@@ -47,8 +50,6 @@ _DEFAULT_DYNAMIC_SMEM = 48 * 1024
 # Programmatic dependent launches exist from Hopper on, and graphs capture them from CUDA 12.3 on.
 _FIRST_ARCH_WITH_OVERLAP = 90
 _FIRST_DRIVER_WITH_OVERLAP = 12030
-# Larger clusters need an attribute of the function.
-_PORTABLE_CLUSTER = 8
 # A temporary file is private; a cache folder may be shared.
 _MODE = 0o644
 
@@ -256,36 +257,8 @@ class Kernel:
             and cupy.cuda.runtime.driverGetVersion() >= _FIRST_DRIVER_WITH_OVERLAP
         ):
             self._overlapping = function.kernel.ptr
-        self._has_large_clusters = False
 
-    def fits_cluster(self, grid: Grid, block: Grid, cluster: int) -> bool:
-        """Whether the current device has room for clusters of so many blocks, and `bind` takes them.
-
-        Parameters
-        ----------
-        grid, block, cluster : tuple of int, tuple of int, int
-            Those of `bind`.
-
-        Returns
-        -------
-        bool
-        """
-        if self._overlapping is None:
-            return False
-        from cuda.bindings import driver
-
-        function = driver.CUfunction(self._overlapping)
-        if cluster > _PORTABLE_CLUSTER and not self._has_large_clusters:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            (status,) = driver.cuFuncSetAttribute(function, attribute, 1)
-            if status:
-                return False
-            self._has_large_clusters = True
-        launch = launch_config(grid, block, self.config.smem_bytes, cluster, overlaps=False)
-        status, count = driver.cuOccupancyMaxActiveClusters(function, launch)
-        return not status and count > 0
-
-    def bind(self, grid: Grid, block: Grid, params: Params, cluster: int = 1) -> Callable[[], None]:
+    def bind(self, grid: Grid, block: Grid, params: Params) -> Callable[[], None]:
         """Return what launches on the current stream of the current device.
 
         The kernels wait by themselves for the grids before them, so they may start while those end: the launch, and
@@ -296,8 +269,6 @@ class Kernel:
         grid, block : tuple of int
         params : numpy.ndarray, size 1, a dtype of `_params`
             Passed by value, as it is when a launch is made.
-        cluster : int
-            Blocks of a cluster, along the second axis of the grid; `fits_cluster` says whether it may be more than one.
 
         Returns
         -------
@@ -305,15 +276,56 @@ class Kernel:
             For one thread at a time.
         """
         if self._overlapping is None:
-            if cluster > 1:
-                raise RuntimeError(f"cluster must be 1 where launches do not overlap, got {cluster}")
             function, smem_bytes = self._function, self.config.smem_bytes
             return lambda: function(grid, block, (params,), shared_mem=smem_bytes)
-        return OverlappingLaunch(self._overlapping, self.config, grid, block, params, cluster)
+        return _OverlappingLaunch(self._overlapping, self.config, grid, block, params)
 
     def launch(self, grid: Grid, block: Grid, params: Params) -> None:
         """Launch once; see `bind`."""
         self.bind(grid, block, params)()
+
+
+# Threads that have the context of their device.
+_thread = threading.local()
+
+
+class _OverlappingLaunch:
+    """Launch of a kernel that may start while the kernel before it ends, which CuPy has no word for."""
+
+    def __init__(self, function: int, config: Config, grid: Grid, block: Grid, params: Params) -> None:
+        from cuda.bindings import driver
+        from cupy.cuda import get_current_stream, runtime
+
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = block
+        launch.sharedMemBytes = config.smem_bytes
+        launch.attrs, launch.numAttrs = [attribute], 1
+        self._config, self._grid, self._block = config, grid, block
+        self._params = params, np.array([params.ctypes.data], np.uintp)  # kept alive with what points at them
+        self._pointers = self._params[1].ctypes.data
+        self._driver, self._launch, self._function = driver, launch, driver.CUfunction(function)
+        self._stream, self._runtime = get_current_stream, runtime
+        self._last_stream: int | None = None
+
+    def __call__(self) -> None:
+        if not hasattr(_thread, "has_context"):
+            # The driver's launch, unlike the runtime's calls, does not give a thread the context of its device.
+            self._runtime.setDevice(self._runtime.getDevice())
+            _thread.has_context = True
+        stream = self._stream().ptr
+        if stream != self._last_stream:
+            self._launch.hStream = self._last_stream = stream
+        (status,) = self._driver.cuLaunchKernelEx(self._launch, self._function, self._pointers, 0)
+        if status:
+            raise RuntimeError(
+                f"cannot launch {self._config.kernel}.cu for {self._config.describe()} with grid {self._grid}, block "
+                f"{self._block} and {self._config.smem_bytes} bytes of shared memory, or an earlier launch failed: "
+                f"{status.name}"
+            )
 
 
 _kernels: dict[tuple[Config, int], Kernel] = {}

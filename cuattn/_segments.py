@@ -55,19 +55,14 @@ class Segment:
     skip_last: int = 0
 
 
-def segments(
-    call: _check.DecodeCall, device: _plan.Device, *, alone: bool = True, short: bool | None = None
-) -> tuple[Segment, ...]:
+def segments(call: _check.DecodeCall, device: _plan.Device, *, short: bool | None = None) -> tuple[Segment, ...]:
     """Return the launches of a call: the caches, then the first tokens, then the newest.
 
-    `alone` and `short` are those of `decode_plan`, of the caches.
+    `short` is that of `decode_plan`, of the caches.
     """
     problem = call.problem
     num_sink, num_recent = (0 if pair is None else pair[0].shape[1] for pair in (call.sink, call.recent))
-    alone = alone and call.sink is None and call.recent is None
-    body = _plan.decode_plan(
-        problem, device, call.num_splits, call.split_size, balance=call.balance, alone=alone, short=short
-    )
+    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size, balance=call.balance, short=short)
     found = [Segment(body, call.k_cache, call.v_cache, call.page_table, first_key=num_sink, skip_last=num_recent)]
 
     def kept(pair: tuple[Array, Array], **limits: int) -> Segment:
@@ -75,7 +70,7 @@ def segments(
         part = replace(problem, k_format=k.kv_format, v_format=v.kv_format, max_kv_len=k.page_size)
         # Their number is the call's own, and so may be that of their splits, which are cut where they begin and end.
         splits = None if call.split_size is None else _plan.ceil_div(k.page_size, call.split_size)
-        return Segment(_plan.decode_plan(part, device, splits, alone=False), k, v, **limits)
+        return Segment(_plan.decode_plan(part, device, splits), k, v, **limits)
 
     if call.sink is not None:
         found.append(kept(call.sink, end_key=num_sink))
@@ -87,7 +82,7 @@ def segments(
 def partial_shape(found: tuple[Segment, ...]) -> tuple[int, ...] | None:
     """Shape of the float32 partial outputs of all launches; None if there is one part, which is the result."""
     num_parts = sum(s.plan.num_splits for s in found)
-    merges = len(found) > 1 or found[0].plan.merges
+    merges = num_parts > 1 or found[0].plan.merges
     return (num_parts, *found[0].plan.out_partial_shape[1:]) if merges else None
 
 
@@ -145,7 +140,7 @@ def _params_of(
         "num_splits": segment.plan.num_splits,
         "split_size": segment.plan.split_size,
         "batch": call.q.shape[0],
-        "in_cluster": int(segment.plan.in_cluster),
+        "asks_ahead": int(segment.plan.asks_ahead),
         "first_key": segment.first_key,
         "last_keys": segment.last_keys,
         "end_key": segment.end_key,
@@ -240,10 +235,6 @@ class DecodeLaunches:
         with cupy.cuda.Device(ordinal):
             device = _arrays.device(ordinal)
             found = segments(call, device)
-            if (plan := found[0].plan).in_cluster:
-                kernel = _jit.kernel(plan.config, ordinal, device.arch)
-                if not kernel.fits_cluster(plan.grid, plan.block, plan.cluster):
-                    found = (replace(found[0], plan=replace(plan, in_cluster=False)),)
             out = made.contiguous("out", call.q.shape, call.q.dtype) if call.out is None else call.out
             lse = made.contiguous("lse", call.q.shape[:-1], np.float32) if with_lse else None
             shape, parts, states, shares = partial_shape(found), None, None, None
@@ -256,9 +247,7 @@ class DecodeLaunches:
             lengths = made.contiguous("kv_len", (batch,), np.int32) if on_host else made.of("kv_len", call.kv_len)
             sinks = None if call.sinks is None else made.contiguous("sinks", call.sinks.shape, np.float32)
             all_launches = [
-                _dispatch.Launch(
-                    _jit.kernel(plan.config, ordinal, device.arch), plan.grid, plan.block, params, cluster=plan.cluster
-                )
+                _dispatch.Launch(_jit.kernel(plan.config, ordinal, device.arch), plan.grid, plan.block, params)
                 for plan, params in launches(
                     call,
                     found,

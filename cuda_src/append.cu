@@ -68,7 +68,7 @@ __device__ __forceinline__ void append(const AppendParams& p, const AppendSide& 
     if (inside) {
       const u8* table = reinterpret_cast<const u8*>(p.page_table);
       const PageTable pages{table == nullptr ? nullptr : table + sequence * p.page_table_stride_batch,
-                            p.page_table_stride_page, p.page_size, static_cast<int>(sequence)};
+                            p.page_table_stride_page, Divisor(p.page_size), static_cast<int>(sequence)};
       slot.page = pages.page(position);
       slot.token = pages.slot(position);
     }

@@ -10,6 +10,7 @@
 // Keys are the M of an mma, query rows its N: S^T = K Q^T and O^T = V^T P^T, so that 8 rows fill a tile. K and V
 // tiles alternate in a ring of NUM_STAGES slots that belongs to one warp: no barrier of the CTA stands in the loop.
 // Formats of K and V are policies, each by itself (kv/kv.cuh).
+#include "common/decode_ahead.cuh"
 #include "common/decode_floats.cuh"
 #include "common/decode_result.cuh"
 #include "common/decode_work.cuh"
@@ -501,6 +502,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   } else {
     VHead::fill_table(sm.table);
   }
+  if (p.asks_ahead != 0) ask_for_keys<K, V>(p, w);
   ptx::griddepcontrol_wait();
   if (p.shares != nullptr && !find_share(p, w)) return;
   const int length = given_length(p, w.batch);
@@ -509,12 +511,11 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   find_keys(p, length, w);
   // Split 0 is never empty: it carries the sink and the zeros of an empty row.
   if (w.begin == w.end && w.split > 0) {
-    leave_empty(p, w, sm);
+    leave_empty(p, w);
   } else {
     attend(p, w, sm, row_of_q, query_part);
     finish<Elem, VHead>(p, w, sm);
   }
-  if (p.in_cluster != 0) merge_cluster<Elem>(p, w, sm);
 }
 
 // The next multiple of BYTES in the shared window, where a table begins; 0: the memory itself.

@@ -34,6 +34,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
                                     i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
 
   ptx::read_ahead(p);
+  ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int first_part = p.shares == nullptr ? 0 : p.shares[2 * i0];
   const int num_parts = p.shares == nullptr ? p.num_parts : p.shares[2 * i0 + 1];
@@ -46,7 +47,6 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
     return make_float2(*source, *source == neg_inf() ? EMPTY_PART : 1.f);
   };
 
-  ptx::griddepcontrol_launch_dependents();
   // Some parts of this warp on their way together, the first of them while the maximum is found: a row is few bytes,
   // and what it takes is trips to memory.
   float2 states[cfg::PARTS_AT_ONCE];

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from cuattn._device import KIB, Device
@@ -14,7 +14,7 @@ from cuattn._problem import DecodeProblem
 # Bytes of K and V an SM up to which a call is short: as many as eight warps have in flight, twice.
 _SHORT_BYTES = 256 * KIB
 # Parts of a balanced batch for each sequence: a short one has a single part, and no part is to be long beside it.
-_PARTS = 4
+_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class DecodePlan:
         Tokens of a split, at whose multiples sequences are cut; 0: into even parts.
     balanced : bool
         Whether the GPU gives the parts to the sequences by their lengths.
-    in_cluster : bool
-        Whether the splits of a sequence are the CTAs of a cluster, which merges them in shared memory.
+    short : bool
+        Whether there are few bytes.
     """
 
     problem: DecodeProblem
@@ -46,17 +46,21 @@ class DecodePlan:
     reason: str
     split_size: int = 0
     balanced: bool = False
-    in_cluster: bool = False
+    short: bool = False
 
     @property
     def merges(self) -> bool:
         """Whether `merge` runs, as it does for one split of a given size, too: its rounding is part of the bits."""
-        return (self.num_splits > 1 and not self.in_cluster) or self.split_size > 0
+        return self.num_splits > 1 or self.split_size > 0
 
     @property
-    def cluster(self) -> int:
-        """Blocks of a cluster, along the second axis of the grid."""
-        return self.num_splits if self.in_cluster else 1
+    def asks_ahead(self) -> bool:
+        """Whether a CTA asks for its first keys and values while the kernel before it ends.
+
+        Measured on an H200 (docs/decode.md): 1 to 2 % less time of long calls, but short ones wait for it, and rows
+        with norms, of which each is a line of its own.
+        """
+        return not self.short and KvFormat.TBQ4 not in (self.problem.k_format, self.problem.v_format)
 
     @property
     def row_blocks(self) -> int:
@@ -98,12 +102,11 @@ class DecodePlan:
     def __str__(self) -> str:
         p, c = self.problem, self.config
         roof = f", {self.roof_us:.1f} us at {self.device.bandwidth / 1e12:.2f} TB/s" if self.device.bandwidth else ""
-        clusters = f", clusters of {self.cluster}" if self.in_cluster else ""
         lines = [
             f"decode on {self.device.name} ({self.device.arch}, {self.device.num_sms} SMs)",
             f"  problem    batch {p.batch}, {p.seqlen_q} query tokens, {p.num_qo_heads}/{p.num_kv_heads} heads, ",
             f"  kernel     {c.rows} query rows x {c.tile_kv} keys a warp step, {c.num_warps} warps, ",
-            f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM{clusters}",
+            f"  launch     grid {self.grid}, block {self.block[0]}, up to {c.ctas_per_sm} CTAs an SM",
             f"  splits     {self.num_splits}: {self.reason}",
             f"  workspace  {self.workspace_bytes} bytes" + ("" if self.merges else ", no merge"),
             f"  traffic    {self.problem.kv_bytes / 1e6:.1f} MB of K and V, {self.problem.flops / 1e9:.2f} GFLOP{roof}",
@@ -181,7 +184,6 @@ def decode_plan(
     split_size: int | None = None,
     *,
     balance: bool = False,
-    alone: bool = True,
     short: bool | None = None,
 ) -> DecodePlan:
     """Plan one decode call.
@@ -196,8 +198,6 @@ def decode_plan(
         Tokens of a split, instead.
     balance : bool
         Whether to leave it to the GPU which sequence has how many splits, where there are several and enough keys.
-    alone : bool
-        Whether the splits are all there is to merge.
     short : bool, optional
         Whether tiles are those of calls with few bytes. Default: where there are few.
 
@@ -233,19 +233,11 @@ def decode_plan(
             )
         return plan
     if num_splits is not None:
-        plan = DecodePlan(problem, device, config, num_splits, "asked for")
+        plan = DecodePlan(problem, device, config, num_splits, "asked for", short=short)
         if plan.grid[1] > MAX_GRID_YZ:
             raise ValueError(
                 f"num_splits must be at most {MAX_GRID_YZ // plan.row_blocks} for {problem.rows} query rows a KV head, "
                 f"as a CUDA grid has at most {MAX_GRID_YZ} blocks in y, got {num_splits}"
             )
-    else:
-        plan = DecodePlan(problem, device, config, *choose_splits(problem, config, device, short=short))
-    return replace(plan, in_cluster=alone and _fits_clusters(plan))
-
-
-def _fits_clusters(plan: DecodePlan) -> bool:
-    """Whether clusters merge a call's splits: all run at once, so that none waits for room for a whole cluster."""
-    heads, splits, batch = plan.grid
-    at_once = plan.config.ctas_per_sm * plan.device.num_sms
-    return 1 < plan.num_splits <= plan.device.max_cluster and plan.row_blocks == 1 and heads * splits * batch <= at_once
+        return plan
+    return DecodePlan(problem, device, config, *choose_splits(problem, config, device, short=short), short=short)

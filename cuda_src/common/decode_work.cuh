@@ -32,11 +32,9 @@ struct Work {
     const int index = row0 + in_head(row);
     return kv_head_of(row) * p.group + (p.seqlen_q == 1 ? index : index % p.group);
   }
-  // Index of `row` in [parts, seqlen_q, num_qo_heads], and in [batch, seqlen_q, num_qo_heads].
-  __device__ __forceinline__ i64 flat(const DecodeParams& p, int row) const { return flat(p, row, part); }
-  __device__ __forceinline__ i64 flat_in_batch(const DecodeParams& p, int row) const { return flat(p, row, batch); }
-  __device__ __forceinline__ i64 flat(const DecodeParams& p, int row, int leading) const {
-    return (static_cast<i64>(leading) * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
+  // Index of `row` in [parts, seqlen_q, num_qo_heads].
+  __device__ __forceinline__ i64 flat(const DecodeParams& p, int row) const {
+    return (static_cast<i64>(part) * p.seqlen_q + token(p, row)) * p.num_qo_heads + head(p, row);
   }
   static __device__ __forceinline__ KeyRange keys_of_token(const DecodeParams& p, int token, int kv_len) {
     KeyRange r = visible_keys(token, p.seqlen_q, kv_len, p.window_left, p.window_right);

@@ -65,7 +65,7 @@ struct DecodeParams {
   float scale_over_softcap;  // softmax_scale / softcap
   int split_size;            // tokens of a split, at whose multiples sequences are cut; 0: num_splits even ones
   int batch;
-  int in_cluster;       // whether the splits of a sequence are the CTAs of a cluster, which merges them
+  int asks_ahead;       // whether CTAs ask L2 for keys before the grid before them has ended
   const u8* tree_mask;  // [batch, seqlen_q, seqlen_q]: which of the last seqlen_q keys a token sees; null: all
   i64 tree_mask_stride_batch;
   i64 tree_mask_stride_token;

@@ -332,6 +332,20 @@ __device__ __forceinline__ void read_ahead(const Params& p) {
   for (u32 i = 0; i < sizeof(Params) / 4; i += 16) asm volatile("" ::"r"(words[i]));
 }
 
+// What may come before griddepcontrol_wait, of memory that may be written at that time.
+// PTX ISA: ld.relaxed.gpu.global.s32: a number of some time, from L2, so that no later load finds an old one in L1.
+__device__ __forceinline__ int ld_relaxed(const int* p) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+// PTX ISA: cp.async.bulk.prefetch.L2.global: `bytes` and the address are multiples of 16. L2 is where all SMs meet, so
+// what is written afterwards is found by those who load afterwards. Nothing below sm_90, where there is no such time.
+template <int ARCH = __CUDA_ARCH__>
+__device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes) {
+  if constexpr (ARCH >= 900) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+}
+
 // PTX ISA: griddepcontrol.wait: the grids before this one have ended, and what they wrote is visible. Kernels are
 // launched so that they may overlap with the end of the grid before: every thread must call this before it touches
 // global memory, constants of the module excepted, and before it ends. There is none below sm_90, where nothing
@@ -345,87 +359,6 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 template <int ARCH = __CUDA_ARCH__>
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   if constexpr (ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// ---- clusters ----------------------------------------------------------------------------------------------------
-// The blocks of a cluster run at the same time and read each other's shared memory. A block whose launch has no
-// clusters is one of its own, and so is every block below sm_90.
-
-// PTX ISA: %cluster_ctarank, %cluster_nctarank: which block of its cluster this is, x first, and of how many.
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ u32 cluster_ctarank() {
-  u32 rank = 0;
-  if constexpr (ARCH >= 900) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ u32 cluster_nctarank() {
-  u32 count = 1;
-  if constexpr (ARCH >= 900) asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
-  return count;
-}
-
-// PTX ISA: barrier.cluster.arrive.release.aligned, barrier.cluster.wait.acquire.aligned, by whole warps. All threads of
-// the cluster arrive, and each waits before it arrives again. Behind the wait is what all of them wrote before they
-// arrived; behind the first one, every block has begun. A block that others read may end only behind a wait for an
-// arrival that follows their reads.
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ void cluster_arrive() {
-  if constexpr (ARCH >= 900) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ void cluster_wait() {
-  if constexpr (ARCH >= 900) {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  } else {
-    __syncthreads();
-  }
-}
-
-// PTX ISA: mapa.shared::cluster.u32. Address, for the loads below, of the bytes in block `rank` of the cluster that lie
-// where those at `shared` lie in this block.
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ u32 mapa(const void* shared, u32 rank) {
-  u32 address = smem_addr(shared);
-  if constexpr (ARCH >= 900) {
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_addr(shared)), "r"(rank));
-  }
-  return address;
-}
-
-// PTX ISA: ld.shared::cluster{.v2,.v4}.f32.
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ float ld_cluster_f32(u32 address) {
-  float v;
-  if constexpr (ARCH >= 900) {
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  } else {
-    v = *static_cast<const float*>(__cvta_shared_to_generic(address));
-  }
-  return v;
-}
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ float2 ld_cluster_f32x2(u32 address) {
-  float2 v;
-  if constexpr (ARCH >= 900) {
-    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  } else {
-    v = *static_cast<const float2*>(__cvta_shared_to_generic(address));
-  }
-  return v;
-}
-template <int ARCH = __CUDA_ARCH__>
-__device__ __forceinline__ float4 ld_cluster_f32x4(u32 address) {
-  float4 v;
-  if constexpr (ARCH >= 900) {
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-  } else {
-    v = *static_cast<const float4*>(__cvta_shared_to_generic(address));
-  }
-  return v;
 }
 
 // PTX ISA: bar.sync / bar.arrive on named barrier `id`, `threads` a multiple of 32.

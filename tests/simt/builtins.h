@@ -5,7 +5,7 @@
 // come by the same line, and reports name it. What the kernels may use is what stands here.
 #ifndef CUATTN_SIMT_BUILTINS_H
 #define CUATTN_SIMT_BUILTINS_H
-#include "schedule.h"
+#include "fibers.h"
 
 #define __global__
 #define __device__
@@ -14,11 +14,9 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)  // launch() is told
 #define __grid_constant__
 #define __align__(n) alignas(n)
-// The fibers of a block share one OS thread, and blocks run one after another; launch() has no clusters then.
-#define __shared__ static __attribute__((section("simt_shared")))
+#define __shared__ static  // the fibers of a block share one OS thread, and blocks run one after another
 #define __CUDA_ARCH__ 900
 
 #define threadIdx (simt::self->thread_idx)

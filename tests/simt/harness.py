@@ -66,7 +66,6 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
-        ("cluster", ctypes.c_uint * 3),
         ("smem_bytes", ctypes.c_size_t),
         ("seed", ctypes.c_int),
         ("args", ctypes.POINTER(ctypes.c_void_p)),
@@ -93,7 +92,6 @@ class Module:
         args: Sequence[object],
         *,
         smem: int = 0,
-        cluster: int | Sequence[int] = 1,
         seed: int = 0,
         memory: Sequence[np.ndarray] | None = None,
     ) -> None:
@@ -110,11 +108,8 @@ class Module:
             by value.
         smem : int
             Bytes of dynamic shared memory.
-        cluster : int or sequence of int
-            Dimensions of a cluster, in blocks, as of ``CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION``. A kernel's own
-            ``__cluster_dims__`` are not looked at.
         seed : int
-            Chooses the schedule, see schedule.h.
+            Chooses the schedule, see fibers.h.
         memory : sequence of numpy.ndarray, optional
             What ``cp_async16``, ``cp_async_small``, ``ld_global_nc_v4`` and ``bulk_load`` may read, besides the arrays
             in `args`. Default: everything.
@@ -132,7 +127,6 @@ class Module:
         launch = _Launch(
             grid=_dim3(grid),
             block=_dim3(block),
-            cluster=_dim3(cluster),
             smem_bytes=smem,
             seed=seed,
             args=(ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)),

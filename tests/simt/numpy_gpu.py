@@ -90,22 +90,17 @@ class _Kernel:
     def __init__(self, config: _plan.Config, ordinal: int, log: list[tuple[_plan.Config, int]]) -> None:
         self._config, self._ordinal, self._log = config, ordinal, log
 
-    def fits_cluster(self, *_: Any) -> bool:
-        return True
-
-    def bind(
-        self, grid: Sequence[int], block: Sequence[int], params: np.ndarray, cluster: int = 1
-    ) -> Callable[[], None]:
+    def bind(self, grid: Sequence[int], block: Sequence[int], params: np.ndarray) -> Callable[[], None]:
         def start() -> None:
             assert _Cuda.current == self._ordinal
             self._log.append((self._config, self._ordinal))
             name, smem = f"{self._config.kernel}_kernel", self._config.smem_bytes
-            product.build(self._config).launch(name, grid, block, (params,), smem=smem, cluster=(1, cluster, 1))
+            product.build(self._config).launch(name, grid, block, (params,), smem=smem)
 
         return start
 
-    def launch(self, grid: Sequence[int], block: Sequence[int], params: np.ndarray, cluster: int = 1) -> None:
-        self.bind(grid, block, params, cluster)()
+    def launch(self, grid: Sequence[int], block: Sequence[int], params: np.ndarray) -> None:
+        self.bind(grid, block, params)()
 
 
 def on_gpu(x: Any, ordinal: int = 0) -> Any:

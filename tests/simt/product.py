@@ -31,15 +31,14 @@ def decode_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
     changes: Mapping[str, Any] | None = None,
-    cluster: bool = False,
     short: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
     `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
-    of the fields of every config of decode.cu. With `cluster` splits are merged by their cluster where there may be
-    one, and with `short` tiles are those of calls with few bytes, as every call here has; the others are larger calls'.
+    of the fields of every config of decode.cu. With `short` tiles are those of calls with few bytes, as every call here
+    has; else they are larger calls'.
 
     Returns
     -------
@@ -51,7 +50,7 @@ def decode_arrays(
     call = _check.decode(*arrays, num_splits=None if fixed or balance else num_splits, **options)
     found = tuple(
         replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
-        for s in _segments.segments(call, device, alone=cluster, short=short)
+        for s in _segments.segments(call, device, short=short)
     )
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
@@ -69,9 +68,8 @@ def decode_arrays(
         call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
     ):
         build(plan.config, patches).launch(
-            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable,
-            cluster=(1, plan.cluster, 1),
-        )  # fmt: skip
+            "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
+        )
     if parts is None:
         return out, lse
     if not merge:

@@ -6,7 +6,6 @@
 #ifndef CUATTN_COMMON_PTX_CUH
 #define CUATTN_COMMON_PTX_CUH
 #include "builtins.h"
-#include "cluster.h"
 #include "common/types.cuh"
 
 namespace simt {
@@ -17,12 +16,12 @@ inline void enter(Place at) { self->place = at; }
 inline void check_aligned(const void* p, unsigned bytes, const char* what) {
   if (reinterpret_cast<uintptr_t>(p) % bytes) fail("%s: the address is not a multiple of %u", what, bytes);
 }
-// Offset in the dynamic shared memory of a block.
-inline u32 smem_offset(const void* p, size_t bytes, const char* what, const Block& owner = *block) {
-  const long offset = static_cast<long>(reinterpret_cast<intptr_t>(p) - reinterpret_cast<intptr_t>(owner.smem));
-  if (offset < 0 || offset + bytes > owner.smem_bytes) {
+// Offset in the dynamic shared memory.
+inline u32 smem_offset(const void* p, size_t bytes, const char* what) {
+  const long offset = static_cast<long>(reinterpret_cast<intptr_t>(p) - reinterpret_cast<intptr_t>(block->smem));
+  if (offset < 0 || offset + bytes > block->smem_bytes) {
     fail("%s: shared memory %+ld..%+ld is outside of its %zu bytes", what, offset, offset + static_cast<long>(bytes),
-         owner.smem_bytes);
+         block->smem_bytes);
   }
   return static_cast<u32>(offset);
 }
@@ -87,16 +86,6 @@ T load_shared(u32 address, Place at) {
   const void* p = block->smem + address;
   check_aligned(p, sizeof(T), "ld.shared");
   smem_offset(p, sizeof(T), "ld.shared");
-  return load_argument<T>(p);
-}
-
-template <class T>
-T load_cluster(u32 address, Place at) {
-  enter(at);
-  const Block& owner = owner_of(address, "ld.shared::cluster");
-  const void* p = owner.smem + (address & ((1u << OFFSET_BITS) - 1));
-  check_aligned(p, sizeof(T), "ld.shared::cluster");
-  smem_offset(p, sizeof(T), "ld.shared::cluster", owner);
   return load_argument<T>(p);
 }
 
@@ -390,20 +379,19 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
 
 template <class Params>
 void read_ahead(const Params&) {}
+inline int ld_relaxed(const int* p, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(p, 4, "ld.relaxed");
+  return *p;
+}
+inline void prefetch_l2(const void* p, u32 bytes, Place at = here()) {
+  simt::enter(at);
+  simt::check_aligned(p, 16, "cp.async.bulk.prefetch.L2");
+  if (bytes % 16) simt::fail("cp.async.bulk.prefetch.L2: %u bytes", bytes);
+  simt::check_global(p, bytes, "cp.async.bulk.prefetch.L2");
+}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
-
-inline u32 cluster_ctarank() { return static_cast<u32>(simt::block->rank); }
-inline u32 cluster_nctarank() { return static_cast<u32>(simt::block->cluster->blocks.size()); }
-inline void cluster_arrive(Place at = here()) { simt::cluster_arrive(at); }
-inline void cluster_wait(Place at = here()) { simt::cluster_wait(at); }
-inline u32 mapa(const void* shared, u32 rank, Place at = here()) {
-  simt::enter(at);
-  return simt::map_address(simt::smem_offset(shared, 0, "mapa"), rank);
-}
-inline float ld_cluster_f32(u32 address, Place at = here()) { return simt::load_cluster<float>(address, at); }
-inline float2 ld_cluster_f32x2(u32 address, Place at = here()) { return simt::load_cluster<float2>(address, at); }
-inline float4 ld_cluster_f32x4(u32 address, Place at = here()) { return simt::load_cluster<float4>(address, at); }
 
 inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
 inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }

@@ -71,8 +71,9 @@ def build_kernels(selected: Sequence[DecodeCase]) -> None:
     device = _arrays.device(_arrays.import_cupy().cuda.Device().id)
     configs: dict[_plan.DecodeConfig, None] = {}
     for case in selected:
-        with suppress(ValueError):
-            configs[_plan.decode_plan(case.problem, device).config] = None
+        for variant in variants_of(case):
+            with suppress(ValueError):
+                configs[_plan.decode_plan(case.problem, device, **variant.options).config] = None
     kernels.build_missing(configs, device.arch)
 
 

@@ -212,16 +212,17 @@ def decode_plan(
     """
     if short is None:
         short = problem.kv_bytes <= _SHORT_BYTES * device.num_sms
-    # A sequence's bits are to follow from the size of its splits alone, and parts of a batch are no few.
-    short = short and split_size is None and not balance
-    config = decode_config(problem, device, short=short)
-    if config.smem_bytes > device.smem_per_block:
+    long_config = decode_config(problem, device)
+    if long_config.smem_bytes > device.smem_per_block:
         raise ValueError(
-            f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "
-            f"{device.name} gives {device.smem_per_block}"
+            f"device must give a block {long_config.smem_bytes} bytes of shared memory for head_dim "
+            f"{problem.head_dim}, {device.name} gives {device.smem_per_block}"
         )
-    if balance and (plan := _balanced_plan(problem, config, device)) is not None:
+    if balance and (plan := _balanced_plan(problem, long_config, device)) is not None:
         return plan
+    # A sequence's bits are to follow from the size of its splits alone.
+    short = short and split_size is None
+    config = decode_config(problem, device, short=True) if short else long_config
     if split_size is not None:
         splits = max(1, ceil_div(problem.max_kv_len, split_size))
         plan = DecodePlan(problem, device, config, splits, f"of {split_size} tokens, as asked for", split_size)

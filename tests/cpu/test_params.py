@@ -66,7 +66,7 @@ def test_the_prelude_is_stable():
             "constexpr Parts PARTS = Parts::LSE;",
             "constexpr int HEAD_DIM = 128;",
             "constexpr int NUM_WARPS = 4;",
-            "constexpr int PARTS_AT_ONCE = 2;",
+            "constexpr int PARTS_AT_ONCE = 4;",
             "constexpr int CTAS_PER_SM = 4;",
             "constexpr int SMEM_BYTES = 2080;",
             f"constexpr int PARAMS_BYTES = {_params.MERGE.itemsize};",

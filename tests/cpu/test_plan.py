@@ -179,8 +179,10 @@ def test_splits_too_small_for_a_sequence_are_refused():
         _plan.decode_plan(problem, DEVICES["sm_90a"], split_size=192)
 
 
-@pytest.mark.parametrize(("batch", "parts", "rounds"), [(2, 33, 1), (16, 33, 1), (17, 66, 2), (64, 132, 4)])
-def test_balanced_parts_are_whole_rounds_and_two_a_sequence(batch, parts, rounds):
+@pytest.mark.parametrize(
+    ("batch", "parts", "rounds"), [(2, 33, 1), (11, 33, 1), (12, 66, 2), (16, 66, 2), (64, 198, 6)]
+)
+def test_balanced_parts_are_whole_rounds_and_three_a_sequence(batch, parts, rounds):
     """Eight KV heads and two CTAs an SM: 33 parts of the batch run at once."""
     problem = DecodeProblem(Dtype.BF16, *BOTH_RAW, batch, 1, 32, 8, 128, 32768)
     plan = _plan.decode_plan(problem, DEVICES["sm_90a"], balance=True)

@@ -21,6 +21,7 @@ CTA_STEP = 128
 SEEDS = st.integers(0, 5)
 SPLITS = st.integers(1, 5)
 # Rows of one KV head: one tile of 8 and, with several query tokens or a group of 8, up to four.
+BOTH_RAW = (_plan.KvFormat.RAW16, _plan.KvFormat.RAW16)
 DRAWN = {"head_dims": (64, 128), "groups": (1, 3, 8), "page_sizes": (None, 16), "seqlens_q": (1, 2, 4), "batch_max": 2}
 FLOATS = {"dtypes": ("float32",), "k_formats": ("raw32",), "v_formats": ("raw32",)}
 SINGLE = {"dtype": "float32", "k_format": "raw32", "v_format": "raw32"}
@@ -30,9 +31,10 @@ SINGLE = {"dtype": "float32", "k_format": "raw32", "v_format": "raw32"}
     problem=st.one_of(problems(lengths=lengths(STEP) | lengths(CTA_STEP), **DRAWN, **more) for more in ({}, FLOATS)),
     num_splits=SPLITS,
     seed=SEEDS,
+    short=st.booleans(),
 )
-def test_decode_and_merge_obey_the_error_law_under_any_schedule(problem, num_splits, seed):
-    assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=seed))
+def test_decode_and_merge_obey_the_error_law_under_any_schedule(problem, num_splits, seed, short):
+    assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=seed, short=short))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_every_head_dim_obeys_the_error_law(head_dim, dtype):
             kv_len=(0, 131, 37), seqlen_q=seqlen_q, num_kv_heads=2, group=group, head_dim=head_dim, **dtype,
             page_size=5, sinks=True, window=(60, None), values="late_max",
         )  # fmt: skip
-        assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=2))
+        for short in {False, (seqlen_q == 1) and (head_dim, 1) in _plan.short_tiles(product.H200, *BOTH_RAW)}:
+            assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=2, short=short))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256, 512])

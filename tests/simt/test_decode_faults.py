@@ -18,6 +18,9 @@ Arrays = tuple[Any, ...]
 TBQ4 = {"k_format": "tbq4", "v_format": "tbq4"}
 RAW = Problem(kv_len=(301, 420), seqlen_q=2, group=3, page_size=16, values="late_max")
 DENSE = replace(RAW, seqlen_q=1, page_size=None)
+PAGED = replace(RAW, page_size=5)
+# Two pieces of 16 bytes for each thread that copies Q.
+LONG_ROWS = replace(RAW, head_dim=256, group=4)
 SINGLE = replace(RAW, dtype="float32", k_format="raw32", v_format="raw32", values="normal")
 CODES = replace(RAW, **TBQ4, means=True, sinks=True)
 # A block a row, whose norms are late, and a ring of four slots. Two blocks a row.
@@ -230,12 +233,14 @@ FAULTS = {
     "the mean of K is that of the first head": in_decode(
         replace(CODES, num_kv_heads=2), "p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.k_mean"
     ),
-    "the mean of V is not in the output": in_decode(CODES, "x[i][j] += keys *", "x[i][j] += 0.f * keys *"),
-    "the mean of V has the weight of the sink too": in_decode(
-        SINKS, "x[i][j] += keys *", "x[i][j] += (keys > 0.f ? 1.f : 0.f) *"
+    "the mean of V is not in the output": in_common(
+        "decode_result", CODES, "x[i][j] += keys *", "x[i][j] += 0.f * keys *"
     ),
-    "the mean of V is that of the first head": in_decode(
-        replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.v_mean"
+    "the mean of V has the weight of the sink too": in_common(
+        "decode_result", SINKS, "x[i][j] += keys *", "x[i][j] += (keys > 0.f ? 1.f : 0.f) *"
+    ),
+    "the mean of V is that of the first head": in_common(
+        "decode_result", replace(CODES, num_kv_heads=2), "p.v_mean + w.kv_head_of(row) * cfg::HEAD_DIM", "p.v_mean"
     ),
     "O stays in the rotated domain": in_format(
         "tbq4_rotation", CODES, "const Signs<ROTATING> signs(cfg::SIGNS2, cfg::SIGNS1, lane % ROTATING);",
@@ -291,9 +296,9 @@ FAULTS = {
     "the scale of keys is that of the first head": in_decode(
         replace(FP8, num_kv_heads=2), "p.k_scale, w.kv_head_of(row)", "p.k_scale, 0"
     ),
-    "the scale of values is not in the output": in_decode(FP8, "VHead::HAS_SCALE ?", "false ?"),
-    "the scale of values is that of the first head": in_decode(
-        replace(FP8, num_kv_heads=2), "p.v_scale, w.kv_head_of(row)", "p.v_scale, 0"
+    "the scale of values is not in the output": in_common("decode_result", FP8, "VHead::HAS_SCALE ?", "false ?"),
+    "the scale of values is that of the first head": in_common(
+        "decode_result", replace(FP8, num_kv_heads=2), "p.v_scale, w.kv_head_of(row)", "p.v_scale, 0"
     ),
     "queries of fp8 in the order of head_dim": in_format(
         "fp8", FP8, "in_chunk / 4 * 2 + in_chunk / 2 % 2 * 8", "in_chunk / 2 * 2"
@@ -320,10 +325,22 @@ FAULTS = {
         "decode_work", KEPT, "min(p.end_key, kv_len - p.skip_last)", "p.end_key"
     ),
     "a ring that does not go round": in_common(
-        "paging", KEPT, "position < page_size ? position : position % page_size", "position"
+        "paging", KEPT, "return static_cast<int>(rest);\n  }\n};\n\n// The same",
+        "return position;\n  }\n};\n\n// The same"
     ),
-    "a sink in every split": in_decode(
-        SINKS, "if (p.sinks != nullptr && w.split == 0)", "if (p.sinks != nullptr)", num_splits=3
+    "a page of another number of tokens": in_common(
+        "paging", PAGED, "divide.divide(static_cast<u32>(position), rest)));",
+        "divide.divide(static_cast<u32>(position) + 1, rest)));"
+    ),
+    "more keys are asked for than there are": in_common(
+        "decode_ahead", DENSE, "min(w.end, w.begin + KEYS)", "w.end + KEYS"
+    ),
+    "the second piece of Q is the first": in_format(
+        "raw", LONG_ROWS, "fetch_piece(threadIdx.x + i * cfg::NUM_WARPS * WARP, rows, source)",
+        "fetch_piece(threadIdx.x, rows, source)"
+    ),
+    "a sink in every split": in_common(
+        "decode_result", SINKS, "if (p.sinks != nullptr && w.split == 0)", "if (p.sinks != nullptr)", num_splits=3
     ),
 }  # fmt: skip
 

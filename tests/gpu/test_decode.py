@@ -40,6 +40,8 @@ HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
 PAGE_SIZES = (None, 1, 2, 3, 16, 64, 100, 256)
 SPLITS = (1, 2, 3, 5, 16, 128, 512, None)
+# Beside and at powers of two: what a CTA of the merge takes at a time, once and several times.
+PARTS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 128, None)
 GIB = 1 << 30
 every_kernel = pytest.mark.parametrize(("dtype", "head_dim"), list(product(DTYPE_NAMES, HEAD_DIMS)))
 # Two shapes for what does not depend on the kernel: few rows with pages, many rows without.
@@ -220,6 +222,20 @@ def test_every_number_of_splits_obeys_the_error_law(dtype: str, num_splits: int 
     check(problem, num_splits=num_splits)
     check(replace(problem, window=(100, 0)), num_splits=num_splits)
     check(replace(problem, kv_len=(0, 2, 300), seqlen_q=7, head_dim=64, page_size=None), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", PARTS)
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("group", [4, 6])
+@pytest.mark.parametrize("formats", [{}, {"k_format": "tbq4", "v_format": "tbq4"}], ids=["16", "4"])
+@pytest.mark.parametrize("kv_len", [5000, 100])
+def test_every_number_of_parts_of_one_sequence_obeys_the_error_law(
+    kv_len: int, formats: dict[str, Any], group: int, seqlen_q: int, num_splits: int | None
+) -> None:
+    """With few keys most parts are empty."""
+    problem = Problem(kv_len=(kv_len,), seqlen_q=seqlen_q, num_kv_heads=2, group=group, head_dim=128, page_size=16,
+                      dtype="bfloat16", seed=group, **formats)  # fmt: skip
+    check(problem, num_splits=num_splits)
 
 
 @every_kernel

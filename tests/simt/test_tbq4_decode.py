@@ -211,6 +211,14 @@ def test_any_number_of_splits_obeys_the_error_law(formats: tuple[str, str]) -> N
         assert_decode(kept, *product.decode(kept, num_splits=num_splits))
 
 
+@pytest.mark.parametrize("formats", [("tbq4", "tbq4"), ("raw16", "raw16")], ids="-".join)
+def test_many_more_splits_than_keys_need_obey_the_error_law(formats: tuple[str, str]) -> None:
+    """Beside and at powers of two: what a CTA of the merge takes at a time, once and several times."""
+    problem = of(formats, kv_len=(100,), seqlen_q=4, num_kv_heads=1, group=6, head_dim=64)
+    for num_splits in (7, 8, 16, 17, 33, 64, 128):
+        assert_decode(problem, *product.decode(problem, num_splits=num_splits))
+
+
 @given(seed=SEEDS, formats=st.sampled_from(FORMATS))
 @settings(max_examples=9)
 def test_the_schedule_does_not_change_a_bit(seed: int, formats: tuple[str, str]) -> None:

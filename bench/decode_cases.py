@@ -15,7 +15,7 @@ SIZES = (
 LARGE_SIZES = ((16, 262144), (64, 131072), (64, 262144))
 # Short contexts of one sequence: launches, the first loads and the merge are most of the time, which is to be 8 us at
 # most. A KV head of 32/4 heads has all eight query rows of a tile.
-SHORT_SHAPES, SHORT_CONTEXTS = (SHAPES[0], (32, 4, 256), SHAPES[1]), (1024, 2048, 4096)
+SHORT_SHAPES, SHORT_CONTEXTS = (SHAPES[0], (32, 4, 128), SHAPES[1]), (1024, 2048, 4096)
 # Drafted tokens: as many query tokens read the keys once, and are to take 1.15 times as long as one at most.
 DRAFT_BATCHES, DRAFT_CONTEXT, DRAFT_TOKENS = (1, 4), 32768, (2, 4, 8, 16)
 # Unequal lengths, as served batches have them: evenly spread in their logarithm, and a long one among short ones.

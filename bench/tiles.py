@@ -26,7 +26,7 @@ class Tile:
         return f"{self.tile_kv}x{self.num_stages}x{self.num_warps}"
 
     @classmethod
-    def of(cls, config: _plan.DecodeConfig | _plan.DecodeTile) -> Tile:
+    def of(cls, config: _plan.DecodeConfig) -> Tile:
         """Return the tile of a config."""
         return cls(config.tile_kv, config.num_stages, config.num_warps)
 
@@ -100,13 +100,11 @@ def substituted_tile(config: _plan.DecodeConfig, tile: Tile | None, device: _pla
     if tile is None:
         yield
         return
-    several, formats = config.tile_heads > 1, (config.k_format, config.v_format)
-    tables: list[dict[tuple[int, int], Any]] = [
-        f(device, *formats) for f in ((_plan.heads_tiles,) if several else (_plan.short_tiles, _plan.decode_tiles))
-    ]
+    several = config.tile_heads > 1
+    table: dict[tuple[int, int], Any] = (_plan.heads_tiles if several else _plan.decode_tiles)(
+        device, config.k_format, config.v_format
+    )
     key = (config.head_dim, config.tile_heads if several else config.row_tiles)
-    # A table that the config may come from: the first with such a row.
-    table = next(x for x in tables if key in x and str(Tile.of(x[key])) == str(Tile.of(config)))
     row = table[key]
     table[key] = replace(row, tile_kv=tile.tile_kv, num_stages=tile.num_stages, num_warps=tile.num_warps)
     _decode.forget_plans()

@@ -55,14 +55,11 @@ class Segment:
     skip_last: int = 0
 
 
-def segments(call: _check.DecodeCall, device: _plan.Device, *, short: bool | None = None) -> tuple[Segment, ...]:
-    """Return the launches of a call: the caches, then the first tokens, then the newest.
-
-    `short` is that of `decode_plan`, of the caches.
-    """
+def segments(call: _check.DecodeCall, device: _plan.Device) -> tuple[Segment, ...]:
+    """Return the launches of a call: the caches, then the first tokens, then the newest."""
     problem = call.problem
     num_sink, num_recent = (0 if pair is None else pair[0].shape[1] for pair in (call.sink, call.recent))
-    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size, balance=call.balance, short=short)
+    body = _plan.decode_plan(problem, device, call.num_splits, call.split_size, balance=call.balance)
     found = [Segment(body, call.k_cache, call.v_cache, call.page_table, first_key=num_sink, skip_last=num_recent)]
 
     def kept(pair: tuple[Array, Array], **limits: int) -> Segment:

@@ -46,7 +46,7 @@ from cuattn._plan.prefill_sm90 import (
     tiled_prefill_config,
     tiled_prefill_configs,
 )
-from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles, short_tiles
+from cuattn._plan.tiles import DecodeTile, decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, PrefillProblem
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
     "PrefillPlan", "PrefillProblem", "QuantizeConfig", "TiledPrefillConfig", "TiledPrefillPlan", "align",
     "append_configs", "arch_of", "ceil_div", "choose_prefill", "choose_splits", "codec_config", "config_of",
     "decode_config", "decode_formats_of", "decode_plan", "decode_tiles", "formats_of", "heads_tiles", "merge_config",
-    "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs", "short_tiles", "tiled_config_of",
+    "prefill_config", "prefill_configs", "prefill_plan", "shipped_configs", "tiled_config_of",
     "tiled_prefill_config", "tiled_prefill_configs",
 ]  # fmt: skip
 
@@ -69,7 +69,6 @@ def shipped_configs(device: Device) -> list[Config]:
     for dtype in Dtype:
         for formats in product(decode_formats_of(dtype), decode_formats_of(dtype)):
             configs += [config_of(dtype, *formats, *tile, device) for tile in decode_tiles(device, *formats)]
-            configs += [config_of(dtype, *formats, *tile, device, short=True) for tile in short_tiles(device, *formats)]
             configs += [
                 config_of(dtype, *formats, head_dim, 1, device, tile_heads=heads)
                 for head_dim, heads in heads_tiles(device, *formats)

@@ -11,8 +11,10 @@ from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, SPLIT_UNIT, WARP, align, 
 from cuattn._plan.decode_config import DecodeConfig, decode_config
 from cuattn._problem import DecodeProblem
 
-# Bytes of K and V an SM up to which a call is short: as many as eight warps have in flight, twice.
-_SHORT_BYTES = 256 * KIB
+# Bytes of K and V an SM up to which a call asks for none ahead: twice what an SM has in flight.
+_AHEAD_BYTES = 256 * KIB
+# Warps that take two steps of a split at least, so that the pipeline fills.
+_FEW_WARPS = 4
 # Parts of a balanced batch for each sequence: a short one has a single part, and no part is to be long beside it.
 _PARTS = 3
 
@@ -35,8 +37,6 @@ class DecodePlan:
         Tokens of a split, at whose multiples sequences are cut; 0: into even parts.
     balanced : bool
         Whether the GPU gives the parts to the sequences by their lengths.
-    short : bool
-        Whether there are few bytes.
     """
 
     problem: DecodeProblem
@@ -46,7 +46,6 @@ class DecodePlan:
     reason: str
     split_size: int = 0
     balanced: bool = False
-    short: bool = False
 
     @property
     def merges(self) -> bool:
@@ -60,7 +59,9 @@ class DecodePlan:
         Measured on an H200 (docs/decode.md): 1 to 2 % less time of long calls, but short ones wait for it, and rows
         with norms, of which each is a line of its own.
         """
-        return not self.short and KvFormat.TBQ4 not in (self.problem.k_format, self.problem.v_format)
+        p = self.problem
+        is_long = p.kv_bytes > _AHEAD_BYTES * self.device.num_sms
+        return is_long and KvFormat.TBQ4 not in (p.k_format, p.v_format)
 
     @property
     def row_blocks(self) -> int:
@@ -119,20 +120,15 @@ class DecodePlan:
         return "\n".join(lines)
 
 
-def choose_splits(
-    problem: DecodeProblem, config: DecodeConfig, device: Device, *, short: bool = False
-) -> tuple[int, str]:
+def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) -> tuple[int, str]:
     """Choose the number of splits and say why.
 
-    As many as run at once, of those that keep the SMs within 5 % as busy as the best number does: measured on an H200,
-    two resident CTAs an SM read faster than one (docs/decode.md). Where none of those runs at once, the fewest of them.
-    A split has at least two steps a warp, so that the pipeline fills; with TBQ4, whose steps take longer, and in short
-    calls one step.
+    As many as run at once, of those that keep the SMs within 5 % as busy as the best number does. Where none of those
+    runs at once, the fewest of them. A split has at least two steps of a warp where they are few, and else one.
 
     Parameters
     ----------
     problem, config, device : DecodeProblem, DecodeConfig, Device
-    short : bool
 
     Returns
     -------
@@ -140,7 +136,7 @@ def choose_splits(
     reason : str
     """
     ctas = problem.batch * problem.num_kv_heads // config.tile_heads * ceil_div(problem.rows, config.head_rows)
-    steps = 1 if config.uses_tbq4 or short else 2
+    steps = 1 if config.uses_tbq4 or config.num_warps > _FEW_WARPS else 2
     longest = min(MAX_SPLITS, problem.max_kv_len // (steps * config.min_split))
     if longest <= 1 or ctas == 0:
         return 1, f"{problem.max_kv_len} keys are too few to cut"
@@ -184,7 +180,6 @@ def decode_plan(
     split_size: int | None = None,
     *,
     balance: bool = False,
-    short: bool | None = None,
 ) -> DecodePlan:
     """Plan one decode call.
 
@@ -198,8 +193,6 @@ def decode_plan(
         Tokens of a split, instead.
     balance : bool
         Whether to leave it to the GPU which sequence has how many splits, where there are several and enough keys.
-    short : bool, optional
-        Whether tiles are those of calls with few bytes. Default: where there are few.
 
     Returns
     -------
@@ -210,19 +203,14 @@ def decode_plan(
     ValueError
         If the device has too little shared memory, or a grid or `MAX_SPLITS` does not allow so many splits.
     """
-    if short is None:
-        short = problem.kv_bytes <= _SHORT_BYTES * device.num_sms
-    long_config = decode_config(problem, device)
-    if long_config.smem_bytes > device.smem_per_block:
+    config = decode_config(problem, device)
+    if config.smem_bytes > device.smem_per_block:
         raise ValueError(
-            f"device must give a block {long_config.smem_bytes} bytes of shared memory for head_dim "
-            f"{problem.head_dim}, {device.name} gives {device.smem_per_block}"
+            f"device must give a block {config.smem_bytes} bytes of shared memory for head_dim {problem.head_dim}, "
+            f"{device.name} gives {device.smem_per_block}"
         )
-    if balance and (plan := _balanced_plan(problem, long_config, device)) is not None:
+    if balance and (plan := _balanced_plan(problem, config, device)) is not None:
         return plan
-    # A sequence's bits are to follow from the size of its splits alone.
-    short = short and split_size is None
-    config = decode_config(problem, device, short=True) if short else long_config
     if split_size is not None:
         splits = max(1, ceil_div(problem.max_kv_len, split_size))
         plan = DecodePlan(problem, device, config, splits, f"of {split_size} tokens, as asked for", split_size)
@@ -234,11 +222,11 @@ def decode_plan(
             )
         return plan
     if num_splits is not None:
-        plan = DecodePlan(problem, device, config, num_splits, "asked for", short=short)
+        plan = DecodePlan(problem, device, config, num_splits, "asked for")
         if plan.grid[1] > MAX_GRID_YZ:
             raise ValueError(
                 f"num_splits must be at most {MAX_GRID_YZ // plan.row_blocks} for {problem.rows} query rows a KV head, "
                 f"as a CUDA grid has at most {MAX_GRID_YZ} blocks in y, got {num_splits}"
             )
         return plan
-    return DecodePlan(problem, device, config, *choose_splits(problem, config, device, short=short), short=short)
+    return DecodePlan(problem, device, config, *choose_splits(problem, config, device))

@@ -8,7 +8,7 @@ from cuattn import _params, _tbq4
 from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype, KvFormat
 from cuattn._plan.base import REGISTERS_PER_SM, WARP, align
-from cuattn._plan.tiles import decode_tiles, heads_tiles, short_tiles
+from cuattn._plan.tiles import decode_tiles, heads_tiles
 from cuattn._problem import DecodeProblem, norm_bytes, row_bytes
 
 # Query rows of a row tile, the N of an mma.
@@ -192,13 +192,10 @@ def config_of(  # noqa: PLR0917  the axes of the tables, in their order
     device: Device,
     *,
     tile_heads: int = 1,
-    short: bool = False,
 ) -> DecodeConfig:
     """Config of a row of a tile table."""
     if tile_heads > 1:
         t = heads_tiles(device, k_format, v_format)[head_dim, tile_heads]
-    elif short:
-        t = short_tiles(device, k_format, v_format)[head_dim, row_tiles]
     else:
         t = decode_tiles(device, k_format, v_format)[head_dim, row_tiles]
     config = DecodeConfig(
@@ -210,11 +207,10 @@ def config_of(  # noqa: PLR0917  the axes of the tables, in their order
     return replace(config, ctas_per_sm=max(1, min(by_smem, by_registers)))
 
 
-def decode_config(problem: DecodeProblem, device: Device, *, short: bool = False) -> DecodeConfig:
+def decode_config(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """Config for a problem: the most KV heads a tile that share eight query rows, else the fewest row tiles.
 
-    Where no number of row tiles holds the query rows of a KV head it is the most there are. `short` asks for a tile of
-    calls with few bytes, where there is one.
+    Where no number of row tiles holds the query rows of a KV head it is the most there are.
     """
     formats, head_dim = (problem.k_format, problem.v_format), problem.head_dim
     together = [
@@ -224,6 +220,4 @@ def decode_config(problem: DecodeProblem, device: Device, *, short: bool = False
     ]
     choices = sorted(n for dim, n in decode_tiles(device, *formats) if dim == head_dim)
     row_tiles = next((n for n in choices if _TILE_ROWS * n >= problem.rows), choices[-1])
-    tile_heads = max(together, default=1)
-    short = short and tile_heads == 1 and (head_dim, row_tiles) in short_tiles(device, *formats)
-    return config_of(problem.dtype, *formats, head_dim, row_tiles, device, tile_heads=tile_heads, short=short)
+    return config_of(problem.dtype, *formats, head_dim, row_tiles, device, tile_heads=max(together, default=1))

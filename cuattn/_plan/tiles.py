@@ -20,39 +20,24 @@ class DecodeTile:
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
 # registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
-# 16 keys only. Measured on an H200 at head_dim 128 and 256 (docs/decode.md, bench/results/h200-2026-11-30-tiles.json):
-# 64 KB in flight, that is (num_stages - 1) * num_warps tiles, and four warps are enough, 32 KB and two warps are not;
-# so rings of about 96 KB, for the other head_dims by analogy.
+# 16 keys only. Eight warps with a ring of 128 KB, in which half of it is in flight, and one CTA an SM: where two fit,
+# CTAs of the next launch crowd on the SMs that are free first, as launches overlap. Measured on an H200
+# (docs/decode.md, bench/results/h200-2026-12-01-tiles.json), row_tiles 2 and 4 at head_dim 128; 512 is by analogy.
 _DECODE_LARGE = {
-    (64, 1): DecodeTile(32, 6, 4),  # 96 KB of ring: two CTAs on an SM of 228 KB
-    (64, 2): DecodeTile(32, 6, 4),
-    (64, 4): DecodeTile(16, 8, 4),
-    (96, 1): DecodeTile(32, 4, 4),
-    (96, 2): DecodeTile(32, 4, 4),
-    (96, 4): DecodeTile(16, 6, 4),
-    (128, 1): DecodeTile(32, 3, 4),
-    (128, 2): DecodeTile(32, 3, 4),
-    (128, 4): DecodeTile(16, 6, 4),
-    (192, 1): DecodeTile(16, 4, 4),
-    (192, 2): DecodeTile(16, 4, 4),
-    (256, 1): DecodeTile(16, 3, 4),
-    (256, 2): DecodeTile(16, 3, 4),
-    (512, 1): DecodeTile(16, 2, 4),  # 128 KB, one CTA; a third stage would not fit an A100
-}
-# For calls with so few bytes that they fill the rings of all SMs a few times: eight warps have a step each where four
-# have two, one after the other, and all of a step is in flight at once. Measured on an H200 at head_dim 128 and 256
-# (docs/decode.md), the others by analogy.
-_DECODE_SHORT = {
     (64, 1): DecodeTile(32, 4, 8),
     (64, 2): DecodeTile(32, 4, 8),
-    (96, 1): DecodeTile(32, 2, 8),
-    (96, 2): DecodeTile(32, 2, 8),
+    (64, 4): DecodeTile(16, 8, 8),
+    (96, 1): DecodeTile(32, 3, 8),
+    (96, 2): DecodeTile(32, 3, 8),
+    (96, 4): DecodeTile(16, 5, 8),
     (128, 1): DecodeTile(32, 2, 8),
     (128, 2): DecodeTile(32, 2, 8),
-    (192, 1): DecodeTile(16, 2, 8),
-    (192, 2): DecodeTile(16, 2, 8),
+    (128, 4): DecodeTile(16, 4, 8),
+    (192, 1): DecodeTile(16, 3, 8),
+    (192, 2): DecodeTile(16, 3, 8),
     (256, 1): DecodeTile(16, 2, 8),
     (256, 2): DecodeTile(16, 2, 8),
+    (512, 1): DecodeTile(16, 2, 4),  # a third stage would not fit an A100
 }
 # GPUs with 99 KB a block (sm_86, sm_89, sm_120): a ring of up to 64 KB, or the accumulators in its place.
 _DECODE_SMALL = {
@@ -74,13 +59,13 @@ _DECODE_SMALL = {
 # Floats: as many bytes in flight, of half as many keys. Their parts take registers as well, so that a CTA has 16 query
 # rows at most, and 8 with longer ones; there may be several.
 _FLOAT_LARGE = {
-    (64, 1): DecodeTile(32, 3, 4),
-    (64, 2): DecodeTile(16, 6, 4),
-    (96, 1): DecodeTile(16, 4, 4),
-    (96, 2): DecodeTile(16, 4, 4),
-    (128, 1): DecodeTile(16, 3, 4),
-    (128, 2): DecodeTile(16, 3, 4),
-    (192, 1): DecodeTile(16, 2, 4),
+    (64, 1): DecodeTile(32, 2, 8),
+    (64, 2): DecodeTile(16, 4, 8),
+    (96, 1): DecodeTile(16, 3, 8),
+    (96, 2): DecodeTile(16, 3, 8),
+    (128, 1): DecodeTile(16, 2, 8),
+    (128, 2): DecodeTile(16, 2, 8),
+    (192, 1): DecodeTile(16, 2, 6),
     (256, 1): DecodeTile(16, 2, 4),
     (512, 1): DecodeTile(16, 2, 2),
 }
@@ -144,23 +129,23 @@ _TBQ4_HEADS_LARGE = {
     (64, 4): DecodeTile(32, 4, 8, 256),
     (128, 2): DecodeTile(32, 4, 8, 256),
 }
-# fp8 for K and V: rings of as many bytes as in 16 bits, of twice as many keys where registers allow; by analogy, not
-# yet measured. At head_dim 512 two CTAs share an SM of 228 KB.
+# fp8 for K and V: rings of as many bytes as in 16 bits, of twice as many keys where registers allow. Measured as those,
+# one row tile at head_dim 128 and 256; the others are by analogy.
 _FP8_LARGE = {
-    (64, 1): DecodeTile(32, 8, 4),
-    (64, 2): DecodeTile(32, 8, 4),
-    (64, 4): DecodeTile(16, 12, 4),
-    (96, 1): DecodeTile(32, 8, 4),
-    (96, 2): DecodeTile(32, 8, 4),
-    (96, 4): DecodeTile(16, 10, 4),
-    (128, 1): DecodeTile(32, 6, 4),
-    (128, 2): DecodeTile(32, 6, 4),
-    (128, 4): DecodeTile(16, 8, 4),
-    (192, 1): DecodeTile(32, 4, 4),
-    (192, 2): DecodeTile(16, 8, 4),
-    (256, 1): DecodeTile(32, 3, 4),
-    (256, 2): DecodeTile(16, 6, 4),
-    (512, 1): DecodeTile(16, 3, 4),
+    (64, 1): DecodeTile(32, 8, 8),
+    (64, 2): DecodeTile(32, 8, 8),
+    (64, 4): DecodeTile(16, 16, 8),
+    (96, 1): DecodeTile(32, 5, 8),
+    (96, 2): DecodeTile(32, 5, 8),
+    (96, 4): DecodeTile(16, 10, 8),
+    (128, 1): DecodeTile(32, 4, 8),
+    (128, 2): DecodeTile(32, 4, 8),
+    (128, 4): DecodeTile(16, 8, 8),
+    (192, 1): DecodeTile(32, 3, 8),
+    (192, 2): DecodeTile(16, 5, 8),
+    (256, 1): DecodeTile(32, 2, 8),
+    (256, 2): DecodeTile(16, 4, 8),
+    (512, 1): DecodeTile(16, 2, 8),
 }
 _FP8_SMALL = {
     (64, 1): DecodeTile(32, 8, 4),
@@ -180,20 +165,20 @@ _FP8_SMALL = {
 }
 # One of K and V in fp8, the other in 16 bits: a pair of tiles is three times a tile of fp8. Likewise.
 _FP8_RAW_LARGE = {
-    (64, 1): DecodeTile(32, 6, 4),
-    (64, 2): DecodeTile(32, 6, 4),
-    (64, 4): DecodeTile(16, 8, 4),
-    (96, 1): DecodeTile(32, 4, 4),
-    (96, 2): DecodeTile(32, 4, 4),
-    (96, 4): DecodeTile(16, 6, 4),
-    (128, 1): DecodeTile(32, 4, 4),
-    (128, 2): DecodeTile(32, 4, 4),
-    (128, 4): DecodeTile(16, 6, 4),
-    (192, 1): DecodeTile(16, 4, 4),
-    (192, 2): DecodeTile(16, 4, 4),
-    (256, 1): DecodeTile(16, 4, 4),
-    (256, 2): DecodeTile(16, 4, 4),
-    (512, 1): DecodeTile(16, 2, 4),
+    (64, 1): DecodeTile(32, 6, 8),
+    (64, 2): DecodeTile(32, 6, 8),
+    (64, 4): DecodeTile(16, 10, 8),
+    (96, 1): DecodeTile(32, 4, 8),
+    (96, 2): DecodeTile(32, 4, 8),
+    (96, 4): DecodeTile(16, 8, 8),
+    (128, 1): DecodeTile(32, 4, 6),
+    (128, 2): DecodeTile(32, 4, 6),
+    (128, 4): DecodeTile(16, 6, 8),
+    (192, 1): DecodeTile(16, 4, 8),
+    (192, 2): DecodeTile(16, 4, 8),
+    (256, 1): DecodeTile(16, 4, 6),
+    (256, 2): DecodeTile(16, 4, 6),
+    (512, 1): DecodeTile(16, 2, 6),
 }
 _FP8_RAW_SMALL = {
     (64, 1): DecodeTile(32, 4, 4),
@@ -260,9 +245,3 @@ def heads_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[
     """Tile table of a device and of formats for tiles of several KV heads, by (head_dim, tile_heads)."""
     codes = k_format is v_format is KvFormat.TBQ4
     return _TBQ4_HEADS_LARGE if codes and device.smem_per_block >= _LARGE_SMEM_TBQ4 else {}
-
-
-def short_tiles(device: Device, k_format: KvFormat, v_format: KvFormat) -> dict[tuple[int, int], DecodeTile]:
-    """Tile table of a device and of formats for calls with few bytes, by (head_dim, row_tiles); empty: no others."""
-    raw16 = k_format is v_format is KvFormat.RAW16
-    return _DECODE_SHORT if raw16 and device.smem_per_block >= _LARGE_SMEM else {}

@@ -119,7 +119,7 @@ def test_cases_are_those_of_the_topic_and_named_apart():
     names = {case.name for case in decode_cases.decode_cases()}
     for name in (
         "d128-b1-kv8192", "d128-b4-kv262144", "d256-b16-kv131072", "d256-b64-kv32768", "d256-b1-kv1024",
-        "d256-h32x4-b1-kv4096", "d128-b4-kv32768-q16", "d128-b16-kv131072-unequal290229",
+        "d128-h32x4-b1-kv4096", "d128-b4-kv32768-q16", "d128-b16-kv131072-unequal290229",
         "d128-b16-kv131072-unequal146432",
     ):  # fmt: skip
         assert name in names

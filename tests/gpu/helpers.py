@@ -74,20 +74,20 @@ def decode(problem: Problem, **more: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def tiles_of_long_calls() -> Iterator[None]:
-    """Plan calls with few bytes as those with many."""
-    before, plan_module._SHORT_BYTES = plan_module._SHORT_BYTES, -1
+def asking_ahead() -> Iterator[None]:
+    """Let calls with few bytes ask for keys before the kernel before them has ended, as those with many do."""
+    before, plan_module._AHEAD_BYTES = plan_module._AHEAD_BYTES, -1
     _decode.forget_plans()
     try:
         yield
     finally:
-        plan_module._SHORT_BYTES = before
+        plan_module._AHEAD_BYTES = before
         _decode.forget_plans()
 
 
 def check(problem: Problem, **more: Any) -> None:
-    """Assert the error law of a problem on the GPU; of every second problem with the tiles of long calls."""
-    with tiles_of_long_calls() if (sum(problem.kv_len) + problem.head_dim // 32) % 2 else nullcontext():
+    """Assert the error law of a problem on the GPU; every second one asks for keys ahead."""
+    with asking_ahead() if (sum(problem.kv_len) + problem.head_dim // 32) % 2 else nullcontext():
         assert_decode(problem, *decode(problem, **more))
 
 

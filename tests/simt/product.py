@@ -31,14 +31,14 @@ def decode_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
     changes: Mapping[str, Any] | None = None,
-    short: bool = False,
+    asks_ahead: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
     `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
-    of the fields of every config of decode.cu. With `short` tiles are those of calls with few bytes, as every call here
-    has; else they are larger calls'.
+    of the fields of every config of decode.cu. `asks_ahead` is a parameter of it, which
+    is set for larger calls than there are here.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def decode_arrays(
     call = _check.decode(*arrays, num_splits=None if fixed or balance else num_splits, **options)
     found = tuple(
         replace(s, plan=replace(s.plan, config=replace(s.plan.config, **(changes or {}))))
-        for s in _segments.segments(call, device, short=short)
+        for s in _segments.segments(call, device)
     )
     out = np.full(call.q.shape, np.nan, call.q.dtype)
     lse = np.full(call.q.shape[:-1], np.nan, np.float32)
@@ -67,6 +67,7 @@ def decode_arrays(
     for plan, params in _segments.launches(
         call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
     ):
+        params["asks_ahead"] = asks_ahead
         build(plan.config, patches).launch(
             "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
         )

@@ -179,9 +179,7 @@ def test_splits_too_small_for_a_sequence_are_refused():
         _plan.decode_plan(problem, DEVICES["sm_90a"], split_size=192)
 
 
-@pytest.mark.parametrize(
-    ("batch", "parts", "rounds"), [(2, 16, 1), (11, 33, 2), (16, 49, 3), (64, 198, 12)]
-)
+@pytest.mark.parametrize(("batch", "parts", "rounds"), [(2, 16, 1), (11, 33, 2), (16, 49, 3), (64, 198, 12)])
 def test_balanced_parts_are_whole_rounds_and_three_a_sequence(batch, parts, rounds):
     """Eight KV heads and one CTA an SM: 16 parts of the batch run at once, and 33 in two rounds."""
     problem = DecodeProblem(Dtype.BF16, *BOTH_RAW, batch, 1, 32, 8, 128, 32768)

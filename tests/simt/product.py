@@ -31,14 +31,14 @@ def decode_arrays(
     patches: Sequence[tuple[str, str, str]] = (),
     device_kv_len: np.ndarray | None = None,
     changes: Mapping[str, Any] | None = None,
-    asks_ahead: bool = False,
+    asks_ahead: bool = True,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
     `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
     of the fields of every config of decode.cu. `asks_ahead` is a parameter of it, which
-    is set for larger calls than there are here.
+    plans set for larger calls than there are here.
 
     Returns
     -------

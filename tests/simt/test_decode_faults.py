@@ -20,7 +20,7 @@ RAW = Problem(kv_len=(301, 420), seqlen_q=2, group=3, page_size=16, values="late
 DENSE = replace(RAW, seqlen_q=1, page_size=None)
 PAGED = replace(RAW, page_size=5)
 # Two pieces of 16 bytes for each thread that copies Q.
-LONG_ROWS = replace(RAW, head_dim=256, group=4)
+LONG_ROWS = replace(RAW, head_dim=256, group=8)
 SINGLE = replace(RAW, dtype="float32", k_format="raw32", v_format="raw32", values="normal")
 CODES = replace(RAW, **TBQ4, means=True, sinks=True)
 # A block a row, whose norms are late, and a ring of four slots. Two blocks a row.

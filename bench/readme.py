@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cuattn._records import Record, Row
 
-TOPICS = ("decode", "tbq4", "prefill")
+TOPICS = ("decode", "tbq4", "fp8", "prefill")
 # docs/tbq4.md, "Sinks and recent tokens".
 _ERROR = (
     "Error of the attention output, K and V in TBQ4, on queries, keys and values of SmolLM2 (layers 0, 15, 29): 5.7 %, "
@@ -65,8 +65,8 @@ _CHUNK_INTRO = (
     'causal.\nPages are shuffled; "dense" are us without pages; speed is 16-bit time by TBQ4 time, both paged.'
 )
 _INTRO = (
-    "One query token, bfloat16, K and V in TBQ4, merge included. Bytes are those of a token and KV head, K and V; the "
-    "read roof is for\nas many bytes as the 4-bit cache has; ratio is 16-bit time by 4-bit time."
+    "One query token, bfloat16, K and V in {name}, merge included. Bytes are those of a token and KV head, K and V; the "
+    "read\nroof is for as many bytes as that cache has; ratio is 16-bit time by its time."
 )
 
 
@@ -78,12 +78,12 @@ def _percent(row: Row) -> str:
     return f"{100 * row['roof_us'] / row['us']:.0f}%"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
+def _table(rows: list[Row], kv: str) -> Iterator[str]:
     wide = {_key(row): row for row in decodes(rows) if row["kv"] == row["dtype"]}
     yield from _HEADER
     for row in decodes(rows):
         other = wide.get(_key(row))
-        if row["kv"] != "tbq4" or kept(row) or other is None:
+        if row["kv"] != kv or kept(row) or other is None:
             continue
         per_token = row["bytes"] / (row["batch"] * row["kv_len"] * row["kv_heads"])
         yield (
@@ -120,7 +120,7 @@ def _codec(rows: list[Row]) -> Iterator[str]:
 
 
 def _tbq4(rows: list[Row]) -> Iterator[str]:
-    yield from ("### Decode on a 4-bit cache", "", _INTRO, "", *_table(rows))
+    yield from ("### Decode on a 4-bit cache", "", _INTRO.format(name="TBQ4"), "", *_table(rows, "tbq4"))
     if variants := list(_variants(rows)):
         head = next(row for row in rows if row["impl"] == "separate")
         yield from (
@@ -132,6 +132,16 @@ def _tbq4(rows: list[Row]) -> Iterator[str]:
     if codec := list(_codec(rows)):
         heading = "| | rows | cache | head_dim | us | TB/s read and written | of the copy roof |"
         yield from ("", heading, "|---|---|---|---|---|---|---|", *codec)
+
+
+def _fp8(rows: list[Row]) -> Iterator[str]:
+    yield from ("### Decode on an fp8 cache", "", _INTRO.format(name="fp8"), "", *_table(rows, "fp8"), "")
+    for row in decodes(rows):
+        if "/" in row["kv"]:
+            yield (
+                f"- {row['q_heads']}/{row['kv_heads']} heads of {row['head_dim']}, {row['kv_len']:,} keys, K/V "
+                f"{row['kv']}: {row['us']:.1f} us, {_percent(row)} of the read roof."
+            )
 
 
 def _rate(row: Row | None) -> str:
@@ -282,7 +292,9 @@ def _sizes(row: Row) -> str:
     return f"{heads}, {row['batch']} x {row['kv_len']:,} keys"
 
 
-_TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {"decode": _decode, "tbq4": _tbq4, "prefill": _prefill}
+_TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "decode": _decode, "tbq4": _tbq4, "fp8": _fp8, "prefill": _prefill,
+}  # fmt: skip
 
 
 def source(record: Record) -> str:
@@ -297,7 +309,7 @@ def block(record: Record) -> str:
     head, *rest = _TABLES[topic](record.rows)
     lines = [head, *rest, "", source(record)]
     if topic in _PICTURES:
-        caption = f"{_CAPTIONS[topic]} {record.source}."
+        caption = f"{_CAPTIONS[topic]} The picture names its records."
         lines[1:1] = ["", _PICTURES[topic], "", caption]
     if topic == "tbq4":
         lines += ["", _ERROR]

@@ -248,8 +248,9 @@ def test_readme_shows_two_of_the_pictures_with_their_source(name, pictures):
     text = README.read_text()
     _, after = text.split(f"](docs/figures/{name}.png)\n")
 
-    (source,) = pictures[name].records
-    assert after.strip().splitlines()[0].endswith(f"{source.source}.")
+    assert after.strip().splitlines()[0].endswith("The picture names its records.")
+    shown = (plot.FIGURES / f"{name}.svg").read_text()
+    assert all(f"{source.source}, {source.path.name}" in shown for source in pictures[name].records)
 
 
 def test_a_digest_changes_with_what_is_shown_and_with_its_source():

@@ -10,6 +10,7 @@ import numpy as np
 _POINTER = np.uint64
 _I64 = np.int64
 _I32 = np.int32
+_U32 = np.uint32
 _F32 = np.float32
 _TENSOR_MAP = np.dtype("V128")
 # Axes of arrays whose strides the kernels of attention take.
@@ -23,6 +24,11 @@ _AXES = {
 
 def _struct(**fields: type[np.generic] | np.dtype[Any]) -> np.dtype[np.void]:
     return np.dtype(list(fields.items()), align=True)
+
+
+def reciprocal(divisor: int) -> int:
+    """Return that of ``common/divisor.cuh``, rounded down; 0 of 0, by which nothing is divided."""
+    return 0xFFFFFFFF // divisor if divisor else 0
 
 
 DECODE = _struct(
@@ -84,6 +90,8 @@ DECODE = _struct(
     split_size=_I32,
     batch=_I32,
     asks_ahead=_I32,
+    page_reciprocal=_U32,
+    reserved=_I32,
     tree_mask=_POINTER,
     tree_mask_stride_batch=_I64,
     tree_mask_stride_token=_I64,

@@ -133,6 +133,7 @@ def _params_of(
         "num_qo_heads": call.q.shape[2],
         "group": segment.plan.problem.group,
         "page_size": k.page_size,
+        "page_reciprocal": _params.reciprocal(k.page_size),
         "capacity": call.problem.max_kv_len,
         "num_splits": segment.plan.num_splits,
         "split_size": segment.plan.split_size,

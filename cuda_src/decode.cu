@@ -332,7 +332,8 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
                                                     int lane) {
   const u8* table = reinterpret_cast<const u8*>(p.page_table);
   const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
-                        p.page_table_stride_page, Divisor(p.page_size), w.batch, table == nullptr && w.end <= p.page_size};
+                        p.page_table_stride_page, Divisor(p.page_size, p.page_reciprocal), w.batch,
+                        table == nullptr && w.end <= p.page_size};
   return Loader<K, V>(p, pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
 }
 
@@ -502,7 +503,9 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   } else {
     VHead::fill_table(sm.table);
   }
-  if (p.asks_ahead != 0) ask_for_keys<K, V>(p, w);
+  if constexpr (!REGISTERS_ARE_SCARCE) {
+    if (p.asks_ahead != 0) ask_for_keys<K, V>(p, w);
+  }
   ptx::griddepcontrol_wait();
   if (p.shares != nullptr && !find_share(p, w)) return;
   const int length = given_length(p, w.batch);

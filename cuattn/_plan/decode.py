@@ -57,11 +57,11 @@ class DecodePlan:
         """Whether a CTA asks for its first keys and values while the kernel before it ends.
 
         Measured on an H200 (docs/decode.md): 1 to 2 % less time of long calls, but short ones wait for it, and rows
-        with norms, of which each is a line of its own.
+        with norms, of which each is a line of its own. Nor where registers are few.
         """
         p = self.problem
         is_long = p.kv_bytes > _AHEAD_BYTES * self.device.num_sms
-        return is_long and KvFormat.TBQ4 not in (p.k_format, p.v_format)
+        return is_long and self.config.q_in_registers and KvFormat.TBQ4 not in (p.k_format, p.v_format)
 
     @property
     def row_blocks(self) -> int:

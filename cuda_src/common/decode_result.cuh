@@ -21,7 +21,8 @@ __device__ __forceinline__ float head_scale(const float* of_heads, float of_all,
 
 // The place of a row's result, whose values lie side by side.
 __device__ __forceinline__ u8* out_row(const DecodeParams& p, const Work& w, int row) {
-  return p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token + w.head(p, row) * p.out_stride_head;
+  return p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
+         w.head(p, row) * p.out_stride_head;
 }
 
 // Merges the warps, adds the sink, writes the result of the split: a warp has a row, a lane four values of every 128.

@@ -10,7 +10,9 @@ struct Divisor {
   u32 divisor, reciprocal;
 
   Divisor() = default;
-  __device__ __forceinline__ explicit Divisor(int d) : divisor(static_cast<u32>(d)), reciprocal(0xffffffffu / d) {}
+  __device__ __forceinline__ explicit Divisor(int d) : Divisor(d, 0xffffffffu / d) {}
+  // With its reciprocal from the host: parameters take no registers.
+  __device__ __forceinline__ Divisor(int d, u32 from_host) : divisor(static_cast<u32>(d)), reciprocal(from_host) {}
   __device__ __forceinline__ u32 divide(u32 n, u32& remainder) const {
     const u32 quotient = __umulhi(n, reciprocal);
     remainder = n - quotient * divisor;

@@ -66,6 +66,8 @@ struct DecodeParams {
   int split_size;            // tokens of a split, at whose multiples sequences are cut; 0: num_splits even ones
   int batch;
   int asks_ahead;       // whether CTAs ask L2 for keys before the grid before them has ended
+  u32 page_reciprocal;  // of a Divisor by page_size
+  int reserved;
   const u8* tree_mask;  // [batch, seqlen_q, seqlen_q]: which of the last seqlen_q keys a token sees; null: all
   i64 tree_mask_stride_batch;
   i64 tree_mask_stride_token;

@@ -9,7 +9,7 @@ from cuattn import _jit, _params, _plan
 
 HEADER = (_jit.CUDA_SRC / "common/params.cuh").read_text()
 CPP_TYPES = {"i64": np.dtype(np.int64), "int": np.dtype(np.int32), "float": np.dtype(np.float32)}
-CPP_TYPES |= {"AppendSide": _params.APPEND_SIDE, "TensorMap": np.dtype("V128")}
+CPP_TYPES |= {"u32": np.dtype(np.uint32), "AppendSide": _params.APPEND_SIDE, "TensorMap": np.dtype("V128")}
 
 
 @pytest.mark.parametrize(

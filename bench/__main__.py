@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true",
         help="for decode: also 16 sequences of 262144 keys and 64 of 131072 and 262144, 17 to 69 GB of K and V,"
-        " beyond the three and a half minutes that the others are to take",
+        " beyond the two minutes that the others take",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it runs, not to quote")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench/results, for plot docs/figures")

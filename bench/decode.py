@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .inputs import DecodeInputs
     from .timing import Sampling
 
-# The pauses of peers that draw much power are short, so that everything takes less than three and a half minutes.
+# The pauses of peers that draw much power are short, so that everything takes two minutes.
 SAMPLING = replace(timing.FULL, pauses=2, pause_s=0.03)
-# Calls of 0.2 to 4 ms, a third of them all, whose times spread by 0.1 %.
+# Calls of 0.2 to 4 ms and, with --all, of up to 29, which are most of the time that all take.
 LONG_SAMPLING = replace(SAMPLING, at_least=10, at_most=30)
 LONG_BYTES = 2**29
 

@@ -44,7 +44,7 @@ _DECODE_INTRO = (
 )
 _DECODE_PEERS = (
     "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
-    "has them, each as it is called fastest."
+    "has them, each as it is called fastest.\nSMs slow down under some of these loads: rows of the record say so."
 )
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
@@ -65,8 +65,8 @@ _CHUNK_INTRO = (
     'causal.\nPages are shuffled; "dense" are us without pages; speed is 16-bit time by TBQ4 time, both paged.'
 )
 _INTRO = (
-    "One query token, bfloat16, K and V in {name}, merge included. Bytes are those of a token and KV head, K and V; the "
-    "read\nroof is for as many bytes as that cache has; ratio is 16-bit time by its time."
+    "One query token, bfloat16, K and V in {name}, merge included. Bytes are those of a token and KV head, K and V; the"
+    "\nread roof is for as many bytes as that cache has; ratio is 16-bit time by its time."
 )
 
 

@@ -28,8 +28,8 @@ _MEMORY_FRACTION = 0.85
 # What may go wrong with one case and leave the others: CuPy's errors are of the first kind, those of its memory pool of
 # the second, and a plan that does not fit the GPU is of the third.
 FAILURES = (RuntimeError, MemoryError, ValueError)
-# Calls of a sample of the host's time, some 60 ms.
-_HOST_CALLS = 500
+# Calls of a sample of the host's time, some 40 ms.
+_HOST_CALLS = 2000
 
 
 class Case(Protocol):

@@ -138,7 +138,7 @@ def _params_of(
         "num_splits": segment.plan.num_splits,
         "split_size": segment.plan.split_size,
         "batch": call.q.shape[0],
-        "asks_ahead": int(segment.plan.asks_ahead),
+        "asks_ahead": int(segment.plan.asks_ahead and segment.page_table is None),
         "first_key": segment.first_key,
         "last_keys": segment.last_keys,
         "end_key": segment.end_key,

@@ -34,6 +34,7 @@ __device__ __forceinline__ void merge(const MergeParams& p, Smem& sm) {
                                     i1 * p.lse_partial_stride_dim1 + head * p.lse_partial_stride_head;
 
   ptx::read_ahead(p);
+  // At once: no grid passes its own wait before this one has ended, and so has the one before.
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int first_part = p.shares == nullptr ? 0 : p.shares[2 * i0];

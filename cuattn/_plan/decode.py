@@ -11,7 +11,8 @@ from cuattn._plan.base import MAX_GRID_YZ, MAX_SPLITS, SPLIT_UNIT, WARP, align, 
 from cuattn._plan.decode_config import DecodeConfig, decode_config
 from cuattn._problem import DecodeProblem
 
-# Bytes of K and V an SM up to which a call asks for none ahead: twice what an SM has in flight.
+# Bytes of K and V an SM up to which a call asks for none ahead: an H200 reads them in about ten microseconds, of which
+# it would wait for two.
 _AHEAD_BYTES = 256 * KIB
 # Warps that take two steps of a split at least, so that the pipeline fills.
 _FEW_WARPS = 4
@@ -57,11 +58,12 @@ class DecodePlan:
         """Whether a CTA asks for its first keys and values while the kernel before it ends.
 
         Measured on an H200 (docs/decode.md): 1 to 2 % less time of long calls, but short ones wait for it, and rows
-        with norms, of which each is a line of its own. Nor where registers are few.
+        with norms, of which each is a line of its own. Nor where registers are few, or parts are known to the GPU only.
         """
         p = self.problem
         is_long = p.kv_bytes > _AHEAD_BYTES * self.device.num_sms
-        return is_long and self.config.q_in_registers and KvFormat.TBQ4 not in (p.k_format, p.v_format)
+        simple = not self.balanced and self.config.q_in_registers
+        return is_long and simple and KvFormat.TBQ4 not in (p.k_format, p.v_format)
 
     @property
     def row_blocks(self) -> int:
@@ -124,7 +126,8 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
     """Choose the number of splits and say why.
 
     As many as run at once, of those that keep the SMs within 5 % as busy as the best number does. Where none of those
-    runs at once, the fewest of them. A split has at least two steps of a warp where they are few, and else one.
+    runs at once, the fewest of them. A split has at least two steps a warp where warps are few, so that the pipeline
+    fills; else one, as with TBQ4, whose steps take longer.
 
     Parameters
     ----------
@@ -156,7 +159,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, device: Device) 
 def _balanced_plan(problem: DecodeProblem, config: DecodeConfig, device: Device) -> DecodePlan | None:
     """Plan parts of a whole batch, None where there is nothing to give: whole rounds, at least `_PARTS` a sequence.
 
-    So equal sequences get as many each as they would by themselves, and of unequal ones the long ones have most.
+    Of unequal sequences the long ones have most; equal ones have more than they would by themselves.
     """
     if problem.batch == 1 or problem.num_kv_heads == 0:
         return None
@@ -168,7 +171,7 @@ def _balanced_plan(problem: DecodeProblem, config: DecodeConfig, device: Device)
     parts = min(rounds * at_once // ctas, most, MAX_GRID_YZ // row_blocks)
     if parts <= problem.batch:
         return None
-    reason = f"given to {problem.batch} sequences by their lengths, {rounds} CTAs on an SM"
+    reason = f"given to {problem.batch} sequences by their lengths, in {rounds} rounds"
     return DecodePlan(problem, device, config, parts, reason, balanced=True)
 
 

@@ -20,8 +20,8 @@ class DecodeTile:
 
 # By (head_dim, row_tiles); the largest row_tiles of a head_dim bounds the rows of a CTA. Accumulators take head_dim / 4
 # registers a row tile and are held to 128; scores take row_tiles * tile_kv / 4, so that four row tiles leave room for
-# 16 keys only. Eight warps with a ring of 128 KB, in which half of it is in flight, and one CTA an SM: where two fit,
-# CTAs of the next launch crowd on the SMs that are free first, as launches overlap. Measured on an H200
+# 16 keys only. Eight warps with rings of 120 to 144 KB, half of them in flight or more, and one CTA an SM: where two
+# fit, CTAs of the next launch crowd on the SMs that are free first, as launches overlap. Measured on an H200
 # (docs/decode.md, bench/results/h200-2026-12-01-tiles.json), row_tiles 2 and 4 at head_dim 128; 512 is by analogy.
 _DECODE_LARGE = {
     (64, 1): DecodeTile(32, 4, 8),
@@ -163,7 +163,7 @@ _FP8_SMALL = {
     (256, 2): DecodeTile(16, 4, 4),
     (512, 1): DecodeTile(16, 2, 4),
 }
-# One of K and V in fp8, the other in 16 bits: a pair of tiles is three times a tile of fp8. Likewise.
+# One of K and V in fp8, the other in 16 bits: a pair of tiles is three times a tile of fp8. By analogy.
 _FP8_RAW_LARGE = {
     (64, 1): DecodeTile(32, 6, 8),
     (64, 2): DecodeTile(32, 6, 8),
@@ -196,7 +196,7 @@ _FP8_RAW_SMALL = {
     (256, 2): DecodeTile(16, 2, 4),
     (512, 1): DecodeTile(16, 2, 2),
 }
-# One of K and V in fp8, the other in TBQ4, with its table: a pair of tiles is 1.5 times a tile of fp8. Likewise.
+# One of K and V in fp8, the other in TBQ4, with its table: a pair of tiles is 1.5 times a tile of fp8. By analogy.
 _FP8_TBQ4_LARGE = {
     (64, 1): DecodeTile(32, 6, 8, 256),
     (64, 2): DecodeTile(32, 6, 8, 256),

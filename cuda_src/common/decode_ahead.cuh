@@ -6,14 +6,14 @@
 #include "common/ptx.cuh"
 
 // Asks for as many keys and values of a split as the rings hold, if the length stays what it was. All of it, and the
-// length, may be written until griddepcontrol_wait: this is a guess, and every byte is read again behind the wait. Of
-// pages and of the newest tokens, which are a ring, nothing is asked for.
+// length, may be written until griddepcontrol_wait: this is a guess, and every byte is read again behind the wait. Not
+// for pages, nor for parts given by lengths; of the newest tokens, which are a ring, nothing is asked for.
 template <class K, class V>
 __device__ __forceinline__ void ask_for_keys(const DecodeParams& p, Work w) {
   constexpr int KEYS = (cfg::NUM_STAGES + 1) / 2 * cfg::KEYS_PER_STEP;
   const u8* length = reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride;
   find_keys(p, max(0, min(ptx::ld_relaxed(reinterpret_cast<const int*>(length)), p.capacity)), w);
-  if (p.page_table != nullptr || p.shares != nullptr || w.end > p.page_size) return;
+  if (w.end > p.page_size) return;
   const u8* k = p.k + w.batch * p.k_stride_page + w.kv_head * p.k_stride_head;
   const u8* v = p.v + w.batch * p.v_stride_page + w.kv_head * p.v_stride_head;
   const int end = min(w.end, w.begin + KEYS);

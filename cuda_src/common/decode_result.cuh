@@ -19,12 +19,6 @@ __device__ __forceinline__ float head_scale(const float* of_heads, float of_all,
   return of_heads == nullptr ? of_all : __ldg(of_heads + kv_head);
 }
 
-// The place of a row's result, whose values lie side by side.
-__device__ __forceinline__ u8* out_row(const DecodeParams& p, const Work& w, int row) {
-  return p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
-         w.head(p, row) * p.out_stride_head;
-}
-
 // Merges the warps, adds the sink, writes the result of the split: a warp has a row, a lane four values of every 128.
 template <class Elem, class VHead, class Smem>
 __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Smem& sm) {
@@ -78,7 +72,8 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, con
     VHead::restore(x, lane);
     // The mean counts with the keys' share of the weights.
     const float keys = mean == nullptr ? 0.f : l_keys * softmax::weight(m, total_m) * scale;
-    u8* out = out_row(p, w, row);
+    u8* out = p.out + w.batch * p.out_stride_batch + w.token(p, row) * p.out_stride_token +
+              w.head(p, row) * p.out_stride_head;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const int dim = (i * WARP + lane) * 4;

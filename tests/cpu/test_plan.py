@@ -187,7 +187,21 @@ def test_balanced_parts_are_whole_rounds_and_three_a_sequence(batch, parts, roun
     assert (plan.num_splits, plan.grid) == (parts, (8, parts, 1))
     assert plan.out_partial_shape == (parts, 1, 32, 128)
     assert plan.workspace_bytes == parts * 32 * 130 * 4 + batch * 8
-    assert f"{rounds} CTAs on an SM" in str(plan)
+    assert f"in {rounds} rounds" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("formats", "keys", "options", "asks"),
+    [
+        (BOTH_RAW, 131072, {}, True), (BOTH_RAW, 131072, {"split_size": 2048}, True),
+        ((KvFormat.FP8, KvFormat.FP8), 131072, {}, True),
+        (BOTH_RAW, 8192, {}, False), ((KvFormat.TBQ4, KvFormat.TBQ4), 262144, {}, False),
+        ((KvFormat.RAW16, KvFormat.TBQ4), 262144, {}, False), (BOTH_RAW, 131072, {"balance": True}, False),
+    ],
+)  # fmt: skip
+def test_long_calls_without_norms_ask_for_keys_ahead(formats, keys, options, asks):
+    problem = DecodeProblem(Dtype.BF16, *formats, 1 + len(options), 1, 32, 8, 128, keys)
+    assert _plan.decode_plan(problem, DEVICES["sm_90a"], **options).asks_ahead is asks
 
 
 def test_parts_are_balanced_only_where_there_are_several_sequences_with_keys_to_cut():

@@ -13,9 +13,10 @@ from simt.faults import every
 from strategies import DTYPES, Problem, lengths, problems
 from tolerance import LSE_OF_TWO_ORDERS, assert_decode, assert_merge, of_positive_sums
 
-from cuattn import _plan, reference
+from cuattn import _check, _plan, _segments, reference
+from cuattn._plan import decode as plan_module
 
-# A warp step is 32 keys, and a step of the whole CTA 128, in the configs drawn here.
+# A warp step is 32 keys, and a step of the whole CTA 256, in the configs drawn here.
 STEP = 32
 CTA_STEP = 256
 SEEDS = st.integers(0, 5)
@@ -47,7 +48,7 @@ def test_every_head_dim_obeys_the_error_law(head_dim, dtype):
             kv_len=(0, 131, 37), seqlen_q=seqlen_q, num_kv_heads=2, group=group, head_dim=head_dim, **dtype,
             page_size=5, sinks=True, window=(60, None), values="late_max",
         )  # fmt: skip
-        assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=2, asks_ahead=True))
+        assert_decode(problem, *product.decode(problem, num_splits=num_splits, seed=2))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256, 512])
@@ -55,6 +56,19 @@ def test_the_tiles_of_gpus_with_little_shared_memory_obey_the_error_law(head_dim
     problem = Problem(kv_len=(131, 1), num_kv_heads=2, group=4, head_dim=head_dim, page_size=16, values="late_max")
     device = _plan.DEVICES["sm_86"]
     assert_decode(problem, *product.decode(problem, num_splits=2, seed=3, device=device))
+
+
+@pytest.mark.parametrize(("page_size", "asks"), [(None, [1]), (16, [0])])
+def test_the_kernel_is_told_to_ask_ahead_where_a_sequence_is_one_page(monkeypatch, page_size, asks):
+    monkeypatch.setattr(plan_module, "_AHEAD_BYTES", -1)  # so that every call is a long one
+    problem = Problem(kv_len=(200, 33), group=3, page_size=page_size)
+    call = _check.decode(*problem.arrays(), **problem.options(), num_splits=1)
+    found = _segments.segments(call, product.H200)
+    launches = _segments.launches(
+        call, found, out=np.empty(call.q.shape, call.q.dtype), lse=None, parts=None, states=None,
+        kv_len=call.kv_len, sinks=None,
+    )  # fmt: skip
+    assert [int(params["asks_ahead"]) for _, params in launches] == asks
 
 
 @given(seed=SEEDS)

@@ -348,8 +348,9 @@ __device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes) {
 
 // PTX ISA: griddepcontrol.wait: the grids before this one have ended, and what they wrote is visible. Kernels are
 // launched so that they may overlap with the end of the grid before: every thread must call this before it touches
-// global memory, but for what stands above and constants of the module, and before it ends. There is none below sm_90, where nothing
-// overlaps (cuattn/_jit.py). Only functions here ask for the architecture, as kernels are the same files for all.
+// global memory, but for what stands above and constants of the module, and before it ends. There is none below sm_90,
+// where nothing overlaps (cuattn/_jit.py). Only functions here ask for the architecture, as kernels are the same files
+// for all.
 template <int ARCH = __CUDA_ARCH__>
 __device__ __forceinline__ void griddepcontrol_wait() {
   if constexpr (ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");

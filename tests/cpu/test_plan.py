@@ -67,7 +67,8 @@ def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
     problem, device = case
     plan = _plan.decode_plan(problem, device)
     if plan.num_splits > 1:
-        steps = 1 if plan.config.uses_tbq4 else 2
+        # One step of eight warps, or two of four, whose pipelines would not fill in one.
+        steps = 1 if plan.config.uses_tbq4 or plan.config.num_warps > 4 else 2
         assert problem.max_kv_len // plan.num_splits >= steps * plan.config.min_split
 
 

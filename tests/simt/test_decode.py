@@ -68,7 +68,7 @@ def test_the_kernel_is_told_to_ask_ahead_where_a_sequence_is_one_page(monkeypatc
         call, found, out=np.empty(call.q.shape, call.q.dtype), lse=None, parts=None, states=None,
         kv_len=call.kv_len, sinks=None,
     )  # fmt: skip
-    assert [int(params["asks_ahead"]) for _, params in launches] == asks
+    assert [int(params["asks_ahead"][0]) for _, params in launches] == asks
 
 
 @given(seed=SEEDS)

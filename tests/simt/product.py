@@ -67,7 +67,8 @@ def decode_arrays(
     for plan, params in _segments.launches(
         call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
     ):
-        params["asks_ahead"] = asks_ahead
+        # Not for pages, and not where the GPU gives parts to sequences: the kernel relies on it.
+        params["asks_ahead"] = asks_ahead and not (params["page_table"][0] or params["shares"][0])
         build(plan.config, patches).launch(
             "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _records
 
-from .rows import OPTIONS, PEERS, decodes, is_paged, kept, of_problem, problem, terabytes, tflops, value_dim
+from .rows import PEERS, decodes, is_paged, kept, of_problem, problem, terabytes, tflops, value_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -267,7 +267,7 @@ def _options(found: list[Row]) -> Iterator[str]:
     calls: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in found:
         if row["seqlen_q"] == 1:
-            option = next((part for part in of_problem(row) if part.startswith(OPTIONS)), "")
+            option = next((part for part in of_problem(row) if part.startswith(_records.OPTIONS)), "")
             rest = (part for part in of_problem(row) if part != option)
             calls.setdefault((_key(row), *rest), {})[option] = row
     for by_option in calls.values():

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from cuattn import _records
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,10 +17,8 @@ PROBLEM = ("op", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seq
 PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
 """Implementations beside ours, in the order of columns and legends."""
 # Parts of a note that belong to the problem, and those that tell trials of one problem apart.
-_OF_PROBLEM = re.compile(r"page \d+|value_dim \d+|with mean|lengths .+|split_size \d+|balance|.*kept in 16 bits")
+_OF_PROBLEM = re.compile(rf"page \d+|value_dim \d+|with mean|({'|'.join(_records.SPECIAL)}).*|.*kept in 16 bits")
 _OF_TRIAL = re.compile(r"splits \d+|(tile|table stride) .+")
-# Of these those that are options of a call of decode.
-OPTIONS = ("split_size ", "balance")
 Case = tuple[Any, ...]
 
 

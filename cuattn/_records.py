@@ -18,8 +18,10 @@ _ROW_KEYS = (
     "op", "impl", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask", "us",
     "us_p5", "us_p95", "bytes", "flops", "roof_us", "note",
 )  # fmt: skip
-# Parts of a note that make a call another one than its columns say, beside rows kept in 16 bits.
-_SPECIAL = ("lengths ", "split_size ", "balance")
+OPTIONS = ("split_size ", "balance")
+"""How parts of a note begin that are options of a call of decode."""
+SPECIAL = ("lengths ", *OPTIONS)
+"""And all that make a call another one than its columns say, beside rows kept in 16 bits."""
 _NAME = re.compile(r".+-(?P<date>\d{4}-\d{2}-\d{2})-(?P<topic>.+?)(?:-(?P<number>\d+))?\.json")
 
 
@@ -121,7 +123,7 @@ def newest(folder: Path, topic: str, gpu: str | None = None) -> Path | None:
 def is_plain(row: Row) -> bool:
     """Whether the columns of a row say all of its call: equal lengths, no rows kept in 16 bits, default splits."""
     parts = row["note"].split("; ")
-    return not any(part.startswith(_SPECIAL) or part.endswith("kept in 16 bits") for part in parts)
+    return not any(part.startswith(SPECIAL) or part.endswith("kept in 16 bits") for part in parts)
 
 
 def of_gpu(gpu: str, folder: Path = FOLDER) -> list[Record]:

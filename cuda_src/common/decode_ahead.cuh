@@ -11,8 +11,7 @@
 template <class K, class V>
 __device__ __forceinline__ void ask_for_keys(const DecodeParams& p, Work w) {
   constexpr int KEYS = (cfg::NUM_STAGES + 1) / 2 * cfg::KEYS_PER_STEP;
-  const u8* length = reinterpret_cast<const u8*>(p.kv_len) + w.batch * p.kv_len_stride;
-  find_keys(p, max(0, min(ptx::ld_relaxed(reinterpret_cast<const int*>(length)), p.capacity)), w);
+  find_keys(p, limited(p, ptx::ld_relaxed(place_of_length(p, w.batch))), w);
   if (w.end > p.page_size) return;
   const u8* k = p.k + w.batch * p.k_stride_page + w.kv_head * p.k_stride_head;
   const u8* v = p.v + w.batch * p.v_stride_page + w.kv_head * p.v_stride_head;

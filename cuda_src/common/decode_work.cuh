@@ -80,10 +80,13 @@ __device__ __forceinline__ Work find_rows(const DecodeParams& p) {
   return w;
 }
 
-// The length of a sequence, whatever stands there.
+// Where the length of a sequence stands, and a length that the cache has room for, whatever stands there.
+__device__ __forceinline__ const int* place_of_length(const DecodeParams& p, int batch) {
+  return reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + batch * p.kv_len_stride);
+}
+__device__ __forceinline__ int limited(const DecodeParams& p, int length) { return max(0, min(length, p.capacity)); }
 __device__ __forceinline__ int given_length(const DecodeParams& p, int batch) {
-  const int* length = reinterpret_cast<const int*>(reinterpret_cast<const u8*>(p.kv_len) + batch * p.kv_len_stride);
-  return max(0, min(*length, p.capacity));
+  return limited(p, *place_of_length(p, batch));
 }
 
 // Steps of all warps over the keys that any row of a sequence sees.

@@ -14,7 +14,7 @@ WORKERS = 2
 FP8_IN_CI = {"sm_90a": 256, "sm_86": 128}
 # The head_dim of which CI compiles K and V in different formats.
 MIXED_IN_CI = 128
-# The head_dims of CI where not all are compiled: the ends, and for GPUs whose tiles are no others' the most frequent.
+# The head_dims of CI where not all are compiled: the ends, and of the large tiles the most frequent.
 ENDS = (_plan.HEAD_DIMS[0], _plan.HEAD_DIMS[-1])
 DIMS_IN_CI = {"sm_80": (*ENDS, 128), "sm_86": ENDS, "sm_89": ENDS, "sm_100a": ENDS, "sm_120a": ENDS}
 # Far from any limit of registers.

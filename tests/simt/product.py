@@ -1,14 +1,17 @@
 """The product's kernels on the CPU harness, with the checks, plans and parameters of a GPU."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from simt import harness
 from strategies import AppendProblem, PrefillProblem, Problem
 
 from cuattn import Fp8Array, _append, _check, _jit, _merge, _plan, _prefill_params, _quantize, _segments, _tbq4, _tiled
+from cuattn._plan import decode as decode_plans
 
 H200 = _plan.DEVICES["sm_90a"]
 # So few that a warp takes several rounds.
@@ -37,8 +40,8 @@ def decode_arrays(
     """Run decode.cu, and merge.cu if there are splits, on NumPy arrays; results start as NaN.
 
     `device_kv_len` is what the kernel reads as lengths, without the checks that lengths on the host get. `changes` are
-    of the fields of every config of decode.cu. `asks_ahead` is a parameter of it, which
-    plans set for larger calls than there are here.
+    of the fields of every config of decode.cu. With `asks_ahead` calls count as long
+    ones, which ask for keys ahead where their plans allow it.
 
     Returns
     -------
@@ -64,11 +67,14 @@ def decode_arrays(
     lengths = call.kv_len if device_kv_len is None else device_kv_len
     planes = [x for cache in (call.k_cache, call.v_cache) for x in (cache.rows, cache.norms) if x is not None]
     readable = [call.q, *planes, *(call.sink or ()), *(call.recent or ())]
-    for plan, params in _segments.launches(
-        call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
-    ):
-        # Not for pages, and not where the GPU gives parts to sequences: the kernel relies on it.
-        params["asks_ahead"] = asks_ahead and not (params["page_table"][0] or params["shares"][0])
+    # Every call is a long one, or none is.
+    with patch.object(decode_plans, "_AHEAD_BYTES", -1 if asks_ahead else math.inf):
+        launches = list(
+            _segments.launches(
+                call, found, out=out, lse=lse, parts=parts, states=states, shares=shares, kv_len=lengths, sinks=sinks
+            )
+        )
+    for plan, params in launches:
         build(plan.config, patches).launch(
             "decode_kernel", plan.grid, plan.block, (params,), smem=plan.config.smem_bytes, seed=seed, memory=readable
         )

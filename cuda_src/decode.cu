@@ -106,6 +106,8 @@ struct QueryFragments {
 
 // Parts of K whose loop is unrolled: where accumulators leave few registers, parts take turns with them.
 constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? KHead::PARTS : 1;
+// Whether plain steps have code of their own, without what is rarely needed in its midst. It pays where instructions bind.
+constexpr bool PLAIN_STEPS = cfg::K_FORMAT == KvFormat::TBQ4 || cfg::V_FORMAT == KvFormat::TBQ4;
 // What is read ahead takes registers, of which floats leave few.
 constexpr int PAIRS_AT_ONCE = IN_FLOATS && !cfg::Q_IN_REGISTERS ? 2 : Q_PAIRS;
 
@@ -400,21 +402,21 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
 #pragma unroll
   for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
   u32 slot = 0;  // offset in the ring of the tile in use
-  for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::KEYS_PER_STEP) {
+  // A step is plain if no key of it is hidden, both tiles that it loads are whole, and scores are not capped.
+  const auto take_step = [&](auto is_plain, int key0, bool masked) {
+    constexpr bool PLAIN = is_plain.value;
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     loader.template store_norms<true>(slot, lane);
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
-    loader.load_ahead<true>(slot, lane);
+    loader.template load_ahead<true, PLAIN>(slot, lane);
     float s[KEY_BLOCKS][cfg::ROW_TILES][4];
     multiply_k(s, ring + slot, sm.q, queries, key_lane, k_norms_place, lane);
     if constexpr (IN_FLOATS) DecodeFloats<K, KEY_BLOCKS, cfg::ROW_TILES, DIM_BLOCKS>::mend(s, ring + slot, sm.q, lane);
     slot = Loader<K, V>::next_slot<true>(slot);
 
     const ScoreScale scores = REGISTERS_ARE_SCARCE ? ScoreScale(p, sm, lane) : held_scores;
-    scores.apply(s, p.softcap_log2);
-    const KeyRange full = REGISTERS_ARE_SCARCE ? full_range() : held_full;
-    const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
-    if (masked) {
+    scores.apply(s, PLAIN ? 0.f : p.softcap_log2);
+    if (!PLAIN && masked) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -431,7 +433,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     loader.template store_norms<false>(slot, lane);
     __syncwarp();  // V of this step is visible to all lanes, and all have read K
-    loader.load_ahead<false>(slot, lane);
+    loader.template load_ahead<false, PLAIN>(slot, lane);
     const u8* tile = ring + slot;
     const TileNorms<V> row_norms(tile, v_norms_place);
     Weights weights;
@@ -450,7 +452,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
       }
     }
     if constexpr (V::NORMS > 0) {
-      if (masked) {
+      if (!PLAIN && masked) {
         // A hidden row's norm may be anything, and zero times infinity is NaN.
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
@@ -465,11 +467,20 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
       }
       scale.update(weights, grew, multiply_o);
     }
-    const bool may_show = IN_FLOATS || (masked && (p.seqlen_q > 1 || p.tree_mask != nullptr));
+    const bool may_show = IN_FLOATS || (!PLAIN && masked && (p.seqlen_q > 1 || p.tree_mask != nullptr));
     if (!may_show || !multiply_v_visible<V>(o, weights, tile, p, w, sm.tree, key0, lane)) {
       multiply_v<V>(o, weights, tile, value_lane, lane);
     }
     slot = Loader<K, V>::next_slot<false>(slot);
+  };
+  for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::KEYS_PER_STEP) {
+    const KeyRange full = REGISTERS_ARE_SCARCE ? full_range() : held_full;
+    const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
+    if (PLAIN_STEPS && !masked && p.softcap_log2 == 0.f && loader.next_are_whole()) {
+      take_step(Constant<true>{}, key0, masked);
+    } else {
+      take_step(Constant<false>{}, key0, masked);
+    }
   }
 
   ptx::griddepcontrol_launch_dependents();

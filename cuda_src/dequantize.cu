@@ -116,8 +116,8 @@ __device__ __forceinline__ void rotate(float (&y)[2][PER_LANE], const Input& x, 
     const u32 operands[2][2] = {{b.x, b.y}, {b.z, b.w}};
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-      float d[4] = {};
-      ptx::mma_m16n8k16<Half>(d, lower, operands[which]);
+      float d[4];
+      ptx::mul_m16n8k16<Half>(d, lower, operands[which]);
       ptx::mma_m16n8k16<Half>(d, upper, operands[which]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i / 2][8 * c + 4 * which + 2 * q + i % 2] = d[i];

@@ -29,6 +29,8 @@ constexpr int LOADS = CHUNKS * static_cast<int>(sizeof(In)) / 2;  // of 16 bytes
 constexpr float UNIT = IS_OPERAND ? 1.f / 16.f : 1.f;
 constexpr float SCALE = cfg::ROOT / UNIT;
 constexpr float MAX_FLOAT = 3.402823466e38f;
+// MMAs of a block, and the bits of the index whose stages they do.
+constexpr int MMAS = 2 * STEPS, MMA_BITS = IS_OPERAND ? 0b111001 : 0b111000;
 constexpr u32 ALL_BLOCKS = (1u << tbq4::TILE_BLOCKS) - 1;
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
@@ -37,15 +39,18 @@ struct alignas(128) Tables {
   float4 results[STEPS][4];  // signs of each four results of lanes t
   uint4 first[STEPS][WARP];  // two B operands of each lane, with the first signs
 };
-// The rotated means of the blocks of a token, to be subtracted from rotated rows: that takes no instruction, as the
-// second signs need a multiplication anyway. What is lost is a rounding of the mean, which is too much where little
-// else is left: such blocks are encoded one by one (encode_blocks), and all are where MEAN_BLOCKS is 0, as means of so
-// many heads have no place.
+// The means of the blocks of a token, to be subtracted from rows in the midst of their rotation: the results of MMAs
+// begin with the mean that has gone through the same stages, which takes no instruction but to load it. What is lost is
+// a rounding of the mean, which is too much where little else is left: such blocks are encoded one by one
+// (encode_blocks), and all are where MEAN_BLOCKS is 0, as means of so many heads have no place.
 struct alignas(128) Means {
   static constexpr u32 BLOCKS = cfg::MEAN_BLOCKS > 0 ? cfg::MEAN_BLOCKS : 1;
-  // As results of lanes t, four for each step, with their signs and the minus. Blocks are 64 bytes apart modulo 128, so
-  // that lanes of two blocks read from all banks at once.
-  float4 rotated[BLOCKS][STEPS * 4 + 4];
+  // Eight blocks are one token or several whole ones, so that blocks g and g + 8 of a tile have the mean in place g.
+  static constexpr bool REPEAT = cfg::MEAN_BLOCKS > 0 && cfg::MEAN_BLOCKS <= tbq4::TILE_BLOCKS / 2;
+  static_assert(!REPEAT || 2 * BLOCKS == tbq4::TILE_BLOCKS, "a place for each of eight blocks");
+  // What lane t begins its two results of a block with, of each MMA. Blocks are 32 bytes apart modulo 128, so that
+  // lanes of four successive blocks read from all banks at once.
+  float2 start[BLOCKS][MMAS * 4 + 4];
   float energy[BLOCKS];  // sum of squares
 };
 // A block has at least this part of the energy of its mean, or else it is encoded by itself. Roundings that are 16
@@ -118,7 +123,7 @@ struct Source {
   const u8* x;
   bool in_line;  // one behind the other, from x on
   i64 offset;    // else, of block lane % 16; past the end the last block is repeated
-  u32 mean[2];   // which blocks of a token blocks g and g + 8 are
+  u32 mean[2] = {0, 0};  // which blocks of a token blocks g and g + 8 are, where they do not repeat
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, bool contiguous, u32 first,
                                     u32 num_blocks, u32 lane) {
@@ -127,7 +132,7 @@ struct Source {
     if (in_line) x += static_cast<i64>(first) * (cfg::BLOCK * sizeof(In));
     const u32 block = min(first + lane % tbq4::TILE_BLOCKS, num_blocks - 1);
     if (!in_line) offset = offset_of(p, tbq4::Place(block, shape));
-    if constexpr (cfg::WITH_MEAN) {
+    if constexpr (cfg::MEAN_BLOCKS > 0 && !Means::REPEAT) {
       u32 head;
       shape.heads.divide(block / tbq4::BLOCKS_PER_ROW, head);
       const u32 in_token = head * tbq4::BLOCKS_PER_ROW + block % tbq4::BLOCKS_PER_ROW;
@@ -148,20 +153,30 @@ struct Input {
   static __device__ __forceinline__ u32 place(u32 block, u32 piece) {
     return block * PIECES + (piece ^ block % 2 * (PER_CHUNK == 1 ? 4 : 1));
   }
+  static constexpr u32 BLOCKS_AT_ONCE = WARP / PIECES;  // of a copy of the warp
+  // Where this lane copies to, but for what is the same in all lanes: WARP pieces a copy.
+  struct Targets {
+    u32 even, odd;  // in such copies
+
+    __device__ __forceinline__ explicit Targets(u32 lane)
+        : even(place(lane / PIECES, lane % PIECES)),
+          odd(BLOCKS_AT_ONCE % 2 == 0 ? even : place(1, lane % PIECES) - PIECES) {}
+    __device__ __forceinline__ u32 of(int copy) const { return (copy % 2 == 0 ? even : odd) + copy * WARP; }
+  };
   static __device__ __forceinline__ void prefetch(const Source& source, Stage& stage, u32 lane) {
+    const Targets targets(lane);
     if (source.in_line) {
       const u8* from = source.x + lane * 16;
 #pragma unroll
       for (int copy = 0; copy < 2 * LOADS; ++copy) {
-        const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
-        ptx::cp_async16(&stage[place(block, piece)], from + copy * WARP * 16, true);
+        ptx::cp_async16(&stage[targets.of(copy)], from + copy * WARP * 16, true);
       }
     } else {
 #pragma unroll
       for (int copy = 0; copy < 2 * LOADS; ++copy) {
         const u32 block = (copy * WARP + lane) / PIECES, piece = (copy * WARP + lane) % PIECES;
         const i64 offset = __shfl_sync(FULL_MASK, source.offset, static_cast<int>(block));
-        ptx::cp_async16(&stage[place(block, piece)], source.x + offset + piece * 16, true);
+        ptx::cp_async16(&stage[targets.of(copy)], source.x + offset + piece * 16, true);
       }
     }
     ptx::cp_async_commit();
@@ -170,11 +185,15 @@ struct Input {
   __device__ __forceinline__ Input(const Stage& stage, u32 lane) {
     ptx::cp_async_wait<0>();
     __syncwarp();  // what all lanes have copied is there
+    // Pieces of two loads lie in eight successive ones, as those of the next two do.
+    const auto piece = [lane](u32 load) {
+      return load / PER_CHUNK * 4 * PER_CHUNK + lane % 4 * PER_CHUNK + load % PER_CHUNK;
+    };
+    const u32 first[2] = {place(lane / 4, piece(0)), place(lane / 4, piece(1))};
 #pragma unroll
     for (int i = 0; i < 2 * LOADS; ++i) {
-      const u32 load = i % LOADS;
-      const u32 piece = load / PER_CHUNK * 4 * PER_CHUNK + lane % 4 * PER_CHUNK + load % PER_CHUNK;
-      raw[i / LOADS][load] = stage[place(lane / 4 + i / LOADS * 8, piece)];
+      const int load = i % LOADS;
+      raw[i / LOADS][load] = stage[first[load % 2] + load / 2 * 8 + i / LOADS * 8 * PIECES];
     }
   }
 
@@ -191,11 +210,44 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
+// What the results of MMAs of a tile begin with.
+struct Start {
+  const float2* of[2];  // of the means of blocks g and g + 8
+
+  __device__ __forceinline__ Start(const Means* means, const u32 (&places)[2], u32 t)
+      : of{means->start[places[0]] + t, means->start[places[1]] + t} {}
+  // d <- a b, minus the mean if there is one; this is the MMA with this index of those of a block.
+  template <class Elem>
+  __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], int mma) const {
+    if constexpr (cfg::WITH_MEAN) {
+      const float2 low = of[0][4 * mma], high = Means::REPEAT ? low : of[1][4 * mma];
+      d[0] = low.x, d[1] = low.y, d[2] = high.x, d[3] = high.y;
+      if constexpr (SAME<Elem, float>) {
+        ptx::mma_m16n8k8_tf32(d, a, b);
+      } else {
+        ptx::mma_m16n8k16<Elem>(d, a, b);
+      }
+    } else if constexpr (SAME<Elem, float>) {
+      ptx::mul_m16n8k8_tf32(d, a, b);
+    } else {
+      ptx::mul_m16n8k16<Elem>(d, a, b);
+    }
+  }
+};
+
+// The sum of the squares of x from those of y = UNIT H x: H only turns x and makes it longer.
+__device__ __forceinline__ float sum_of_squares(const float (&y)[PER_LANE]) {
+  float squares[2] = {};
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) squares[i % 2] += y[i] * y[i];
+  return quad_sum(squares[0] + squares[1]) * (1.f / (UNIT * UNIT * cfg::BLOCK));
+}
+
 // y <- UNIT H s1 x of 16-bit elements. One MMA for the stages of bits 5, 4, 3 and 0, two operands for the values of bit
 // 3 of the result; products and their sums are exact but for elements of very different size.
 template <class Elem>
 __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
-                                                const Tables& tables, u32 lane) {
+                                                const Tables& tables, const Start& start, u32 lane) {
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
 #pragma unroll
@@ -206,8 +258,8 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
       const u32 operands[2][2] = {{b.x, b.y}, {b.z, b.w}};
 #pragma unroll
       for (int bit3 = 0; bit3 < 2; ++bit3) {
-        float d[4] = {};
-        ptx::mma_m16n8k16<Elem>(d, a, operands[bit3]);
+        float d[4];
+        start.multiply<Elem>(d, a, operands[bit3], (h * 4 + q) * 2 + bit3);
 #pragma unroll
         for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * bit3 + 2 * q + i % 2] = d[i];
       }
@@ -216,17 +268,13 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     tbq4::butterflies<0b10110>(y[r]);
-    // H only turns x and makes it longer, and y needs no conversion to be squared.
-    float squares[2] = {};
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) squares[i % 2] += y[r][i] * y[r][i];
-    sums[r] = quad_sum(squares[0] + squares[1]) * (1.f / (UNIT * UNIT * cfg::BLOCK));
+    sums[r] = sum_of_squares(y[r]);
   }
 }
 
 // y <- H s1 x of float32 values, to about 2^-22. One MMA for the stages of bits 5, 4 and 3.
 __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&sums)[2], const Input& x,
-                                              const Tables& tables, u32 lane) {
+                                              const Tables& tables, const Start& start, u32 lane) {
   sums[0] = sums[1] = 0.f;
 #pragma unroll
   for (int h = 0; h < STEPS / 4; ++h) {
@@ -235,7 +283,9 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
     for (int i = 0; i < 4; ++i) {
       x.chunk(values[i], i % 2, 2 * h + i / 2);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sums[i % 2] += values[i][j] * values[i][j];
+      for (int j = 0; j < 8; ++j) {
+        if (!cfg::WITH_MEAN) sums[i % 2] += values[i][j] * values[i][j];
+      }
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -247,8 +297,8 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
         high[i] = __float_as_uint(values[i][j]) & 0xffffe000u;  // what a tf32 has
         low[i] = __float_as_uint(values[i][j] - __uint_as_float(high[i]));
       }
-      float d[4] = {};
-      ptx::mma_m16n8k8_tf32(d, high, operand);
+      float d[4];
+      start.multiply<float>(d, high, operand, h * 8 + j);
       ptx::mma_m16n8k8_tf32(d, low, operand);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * (i % 2) + j] = d[i];
@@ -257,62 +307,38 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     tbq4::butterflies<0b10111>(y[r]);
-    sums[r] = quad_sum(sums[r]);
+    sums[r] = cfg::WITH_MEAN ? sum_of_squares(y[r]) : quad_sum(sums[r]);
   }
 }
 
 // Fills the means; a barrier must follow.
 __device__ __forceinline__ void fill(Means& means, const QuantizeParams& p) {
   using tbq4::LANES;
-  const u32 blocks = static_cast<u32>(p.heads) * tbq4::BLOCKS_PER_ROW, sub = threadIdx.x % LANES;
+  const u32 of_token = static_cast<u32>(p.heads) * tbq4::BLOCKS_PER_ROW, sub = threadIdx.x % LANES;
+  const u32 blocks = Means::REPEAT ? Means::BLOCKS : of_token;
   const tbq4::Signs<LANES> signs(cfg::SIGNS1, cfg::SIGNS2, static_cast<int>(sub));
 #pragma unroll 1
   for (u32 first = threadIdx.x / WARP * (WARP / LANES); first < blocks; first += cfg::NUM_WARPS * (WARP / LANES)) {
     const u32 block = min(first + threadIdx.x % WARP / LANES, blocks - 1);
-    float x[tbq4::VALUES];
+    const float* mean = p.mean + (Means::REPEAT ? block % of_token : block) * cfg::BLOCK + sub * tbq4::VALUES;
+    float x[tbq4::VALUES], energy = 0.f;
 #pragma unroll
     for (int j = 0; j < tbq4::VALUES; ++j) {
-      x[j] = __ldg(p.mean + block * cfg::BLOCK + sub * tbq4::VALUES + j) * signs.first[j];
+      x[j] = __ldg(mean + j) * signs.first[j];
+      energy += x[j] * x[j];
+      x[j] *= -UNIT;
     }
-    tbq4::hadamard(x, signs);
-    float energy = 0.f;
+    tbq4::hadamard<LANES, MMA_BITS>(x, signs);
 #pragma unroll
     for (int j = 0; j < tbq4::VALUES; ++j) {
-      const float value = x[j] * (signs.second[j] < 0.f ? UNIT : -UNIT);
-      const u32 out = sub * tbq4::VALUES + j, of_step = out / 64 * 4 + out % 16 / 4, of_lane = out / 16 % 4;
-      reinterpret_cast<float*>(&means.rotated[block][of_step * 4 + of_lane])[out % 4] = value;
-      energy += value * value;
+      // Result `out` of the block is this one of the two of lane t.
+      const u32 out = sub * tbq4::VALUES + j, h = out / 64, t = out / 16 % 4, bit3 = out / 8 % 2;
+      const u32 mma = IS_OPERAND ? (h * 4 + out / 2 % 4) * 2 + bit3 : h * 8 + out % 8;
+      float2& pair = means.start[block][mma * 4 + t];
+      ((IS_OPERAND ? out % 2 : bit3) != 0 ? pair.y : pair.x) = x[j];
     }
     energy = tbq4::block_sum(energy);
     if (sub == 0) means.energy[block] = energy;
-  }
-}
-
-// y <- s2 (y - mean), for means of these blocks of a token, and the sums of squares of x without the mean. True in the
-// lanes of a block r where this is not exact enough.
-__device__ __forceinline__ void subtract(float (&y)[2][PER_LANE], float (&sums)[2], bool (&inexact)[2],
-                                         const Tables& tables, const Means& means, const u32 (&blocks)[2], u32 t) {
-  float squares[2] = {};
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const float4 signs = tables.results[i][t];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float4 mean = means.rotated[blocks[r]][i * 4 + t];
-      float* four = y[r] + 4 * i;
-      four[0] = fmaf(four[0], signs.x, mean.x);
-      four[1] = fmaf(four[1], signs.y, mean.y);
-      four[2] = fmaf(four[2], signs.z, mean.z);
-      four[3] = fmaf(four[3], signs.w, mean.w);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) squares[r] += four[j] * four[j];
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(squares[r]);
-    inexact[r] = sum < LEAST_PART * means.energy[blocks[r]];
-    sums[r] = sum * (1.f / (UNIT * UNIT * cfg::BLOCK));
   }
 }
 
@@ -372,19 +398,23 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
   for (; first < num_blocks; first += step) {
     float y[2][PER_LANE], sums[2];
     const Input x(stage, lane);
+    const u32 places[2] = {Means::REPEAT ? g : source.mean[0], Means::REPEAT ? g : source.mean[1]};
+    const Start start(means, places, t);
     if constexpr (IS_OPERAND) {
-      rotate_operands<Pair16>(y, sums, x, tables, lane);
+      rotate_operands<Pair16>(y, sums, x, tables, start, lane);
     } else {
-      rotate_floats(y, sums, x, tables, lane);
+      rotate_floats(y, sums, x, tables, start, lane);
     }
-    const u32 mean_blocks[2] = {cfg::WITH_MEAN ? source.mean[0] : 0, cfg::WITH_MEAN ? source.mean[1] : 0};
     __syncwarp();  // all lanes have read the stage
     if (first + step < num_blocks) {
       source = Source(p, shape, contiguous, first + step, num_blocks, lane);
       Input::prefetch(source, stage, lane);
     }
     bool by_itself[2] = {};
-    if constexpr (cfg::WITH_MEAN) subtract(y, sums, by_itself, tables, *means, mean_blocks, t);
+    if constexpr (cfg::WITH_MEAN) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) by_itself[r] = sums[r] < LEAST_PART * means->energy[places[r]];
+    }
 
     const float scales[2] = {SCALE * tbq4::inverse_norm(sums[0]), SCALE * tbq4::inverse_norm(sums[1])};
     const u32 cells = ptx::smem_addr(tables.cells.cells);
@@ -397,7 +427,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
       for (int r = 0; r < 2; ++r) {
         float u[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) u[j] = cfg::WITH_MEAN ? y[r][8 * i + j] : y[r][8 * i + j] * signs[j];
+        for (int j = 0; j < 8; ++j) u[j] = y[r][8 * i + j] * signs[j];
         codes[r][i] = tbq4::eight_codes(u, scales[r], cells);
       }
     }

@@ -75,9 +75,9 @@ def shipped_configs(device: Device) -> list[Config]:
             ]
     configs += [c for head_dim in HEAD_DIMS for dtype in Dtype for c in merge_configs(head_dim, dtype)]
     for dtype, head_dim, encode, with_mean in product(Dtype, _tbq4.HEAD_DIMS, (True, False), (False, True)):
-        # Heads count for the encoder with a mean: the smallest table of means, and a large one.
+        # Heads count for the encoder with a mean: the two smallest tables of means, and a large one.
         configs += dict.fromkeys(
             codec_config(dtype, head_dim, device, encode=encode, with_mean=with_mean, num_heads=num_heads)
-            for num_heads in (1, 64)
+            for num_heads in (1, 3, 64)
         )
     return configs + append_configs() + prefill_configs(device) + tiled_prefill_configs(device)

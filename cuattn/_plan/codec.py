@@ -9,8 +9,10 @@ from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, align, ceil_div
 
-# Blocks of a token that the smallest table of rotated means has place for.
-MIN_MEAN_BLOCKS = 16
+# Blocks of a token that a table of rotated means has place for: a warp's blocks i and i + 8 share a place of the
+# smallest, where the blocks of one or several tokens are eight; the next one has twice as many at least.
+REPEATED_MEAN_BLOCKS = 8
+MIN_MEAN_BLOCKS = 2 * REPEATED_MEAN_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,13 @@ class QuantizeConfig:
 
         The entries of the encoder are cells, those of the decoder two levels for each byte. Signs of results are for
         each of four lanes, operands for each of 32. Each warp of the encoder has a stage for its next 16 blocks, which
-        begins with a line of 128 bytes. `mean_blocks` blocks of rotated means have their sum of squares each and 16
-        values of padding.
+        begins with a line of 128 bytes. `mean_blocks` blocks of means have their sum of squares each and 8 values of
+        padding.
         """
         stages = 16 * self.block * self.dtype.itemsize * self.num_warps if self.encode else 0
         entries = _tbq4.NUM_CELLS if self.encode else 256
         tables = 8 * entries + 16 * (self.block // 16 * (4 + WARP))
-        means = self.mean_blocks * 4 * (self.block + 16 + 1)
+        means = self.mean_blocks * 4 * (self.block + 8 + 1)
         return align(tables, 128) + align(means, 128) + stages if self.encode else tables
 
     @property
@@ -89,12 +91,14 @@ def codec_config(
     dtype: Dtype, head_dim: int, device: Device, *, encode: bool, with_mean: bool, num_heads: int = 1
 ) -> QuantizeConfig:
     """Config of ``quantize.cu`` (`encode`) or ``dequantize.cu`` for a device; `num_heads` counts with a mean only."""
-    # A lane has 64 values. The encoder can do with 128 registers if there is no mean: then 16 warps share an SM.
-    at_most = 3 if with_mean or not encode else 4
-    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=at_most)
+    # A lane has 64 values. The encoder can do with 128 registers: then 16 warps share an SM.
+    config = QuantizeConfig(dtype, head_dim, encode, with_mean, ctas_per_sm=4 if encode else 3)
     if encode and with_mean:
         # Few configs serve any number of heads.
-        wanted = max(MIN_MEAN_BLOCKS, 1 << (num_heads * (head_dim // config.block) - 1).bit_length())
+        blocks = num_heads * (head_dim // config.block)
+        wanted = max(MIN_MEAN_BLOCKS, 1 << (blocks - 1).bit_length())
+        if REPEATED_MEAN_BLOCKS % blocks == 0:
+            wanted = REPEATED_MEAN_BLOCKS
         with_table = replace(config, mean_blocks=wanted)
         if with_table.smem_bytes <= device.smem_per_block:
             config = with_table

@@ -62,7 +62,7 @@ struct TileNorms {
         words[i] = ptx::nan_if_infinite(*reinterpret_cast<const u16*>(tile + first + 2 * Kv::NORMS * i));
       }
     } else if constexpr (Kv::NORMS > 0) {
-      constexpr int AT_ONCE = OF_ROW == 1 ? WORDS : 1;  // more would have to be neighboring registers
+      constexpr int AT_ONCE = WORDS < 4 ? WORDS : 4;
       struct alignas(4 * AT_ONCE) Vector {
         u32 words[AT_ONCE];
       };
@@ -154,7 +154,8 @@ struct Stream {
           target = slot + Kv::offset(i * ROWS_AT_ONCE + lane / Kv::CHUNKS, lane % Kv::CHUNKS);
         }
         ptx::cp_async16(target, source, true);
-        source += ROWS_AT_ONCE * token();
+        // One from the other: an addition of 64 bits each, where products would take as many instructions again.
+        source = ptx::opaque(source + ROWS_AT_ONCE * token());
         target += ROWS_AT_ONCE * Kv::ROW_BYTES;
       }
     } else {
@@ -267,10 +268,24 @@ struct Loader {
     stream.load(ring + slot, key0 < end, next_page, valid ? pages.slot(position) : 0, valid, lane);
   }
 
-  // One group each, empty past the last tile, so that a wait can count groups.
+  // Whether the tile of `position`, token `slot` of a page, is all valid and inside of that page.
+  __device__ __forceinline__ bool is_whole(int position, int slot) const {
+    return position >= first && position + cfg::TILE_KV <= end && slot + cfg::TILE_KV <= pages.size();
+  }
+  // Whether the two tiles that a step loads are whole.
+  __device__ __forceinline__ bool next_are_whole() const {
+    if constexpr (LOADS_K<true>) {
+      return is_whole(key0, pages.slot(key0));
+    } else {
+      return whole && is_whole(key0 + cfg::KEYS_PER_STEP, pages.slot(key0 + cfg::KEYS_PER_STEP));
+    }
+  }
+
+  // One group each, empty past the last tile, so that a wait can count groups. WHOLE: the tile is known to be so.
+  template <bool WHOLE = false>
   __device__ __forceinline__ void load_k(u32 slot, int lane) {
     const int first_slot = pages.slot(key0);
-    whole = key0 >= first && key0 + cfg::TILE_KV <= end && first_slot + cfg::TILE_KV <= pages.size();
+    whole = WHOLE || is_whole(key0, first_slot);
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
       k.load(ring + slot, lane);
@@ -279,8 +294,9 @@ struct Loader {
     }
     ptx::cp_async_commit();
   }
+  template <bool WHOLE = false>
   __device__ __forceinline__ void load_v(u32 slot, int lane) {
-    if (whole) {
+    if (WHOLE || whole) {
       v.load(ring + slot, lane);
     } else {
       load_any(v, slot, lane);
@@ -319,12 +335,12 @@ struct Loader {
     }
   }
   // The tile that follows the one in use, in `slot`, by NUM_STAGES - 1, into the slot of the one before.
-  template <bool AFTER_K>
+  template <bool AFTER_K, bool WHOLE>
   __device__ __forceinline__ void load_ahead(u32 slot, int lane) {
     if constexpr (LOADS_K<AFTER_K>) {
-      load_k(slot_before<AFTER_K>(slot), lane);
+      load_k<WHOLE>(slot_before<AFTER_K>(slot), lane);
     } else {
-      load_v(slot_before<AFTER_K>(slot), lane);
+      load_v<WHOLE>(slot_before<AFTER_K>(slot), lane);
     }
   }
 };

@@ -74,6 +74,12 @@ __device__ __forceinline__ u32 in_ring(int i) {
   return static_cast<u32>(i) % N;
 }
 
+// A constant as an argument, for lambdas.
+template <bool VALUE>
+struct Constant {
+  static constexpr bool value = VALUE;
+};
+
 // Whether two types are one.
 template <class A, class B>
 constexpr bool SAME = false;

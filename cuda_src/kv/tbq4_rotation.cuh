@@ -40,12 +40,13 @@ struct Signs {
   }
 };
 
-// x <- H x, Sylvester's order, not normalized.
-template <int LANES>
+// x <- H x, Sylvester's order, not normalized; or only the stages of the bits of the index that BITS has.
+template <int LANES, int BITS = ~0>
 __device__ __forceinline__ void hadamard(float (&x)[cfg::BLOCK / LANES], const Signs<LANES>& signs) {
   constexpr int VALUES = Signs<LANES>::VALUES;
 #pragma unroll
   for (int h = 1; h < VALUES; h *= 2) {
+    if (!(BITS & h)) continue;
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) {
       if (j & h) continue;
@@ -56,6 +57,7 @@ __device__ __forceinline__ void hadamard(float (&x)[cfg::BLOCK / LANES], const S
   }
 #pragma unroll
   for (int i = 0; i < Signs<LANES>::STAGES; ++i) {
+    if (!(BITS & VALUES << i)) continue;
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) x[j] = fmaf(x[j], signs.pair[i], __shfl_xor_sync(FULL_MASK, x[j], 1 << i));
   }

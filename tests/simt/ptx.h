@@ -223,8 +223,19 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at 
   simt::mma<16>(d, a, b, at, [](u32 word, int e) { return simt::element<Elem>(word >> 16 * e); });
 }
 
+template <class Elem>
+void mul_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
+  for (float& x : d) x = 0.f;
+  mma_m16n8k16<Elem>(d, a, b, at);
+}
+
 inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
   simt::mma<8>(d, a, b, at, [](u32 word, int) { return simt::bit_cast<float>(word & 0xffffe000u); });
+}
+
+inline void mul_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Place at = here()) {
+  for (float& x : d) x = 0.f;
+  mma_m16n8k8_tf32(d, a, b, at);
 }
 
 inline void ldmatrix_x2(u32 (&r)[2], const void* row, Place at = here()) { simt::ldmatrix(r, row, false, at); }

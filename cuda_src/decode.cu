@@ -514,7 +514,7 @@ __device__ __forceinline__ void decode(const DecodeParams& p, Smem& sm) {
   } else {
     VHead::fill_table(sm.table);
   }
-  if constexpr (!REGISTERS_ARE_SCARCE) {
+  if constexpr (!REGISTERS_ARE_SCARCE && K::NORMS == 0 && V::NORMS == 0) {
     if (p.asks_ahead != 0) ask_for_keys<K, V>(p, w);
   }
   ptx::griddepcontrol_wait();

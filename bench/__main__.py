@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -80,8 +81,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "command", nargs="?", default="decode",
-        choices=("decode", "tbq4", "fp8", "prefill", "splits", "tiles", "first-use", "readme", "plot", "compare"),
-        help="decode: everything in 16 bits, beside FlashAttention-3 and PyTorch's attention if they are there"
+        choices=("full", *readme.TOPICS, "splits", "tiles", "first-use", "readme", "plot", "compare"),
+        help="full: the topics decode, tbq4, fp8 and prefill, one after the other; decode:"
+        " everything in 16 bits, beside FlashAttention-3 and PyTorch's attention if they are there"
         " (default); tbq4: everything in TBQ4, and its equal in 16 bits; fp8: decode"
         " on caches in fp8, and its equal in 16 bits; prefill:"
         " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
@@ -120,7 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.tiles = tiles.DEFAULT_TILES[next((name for name in ("tbq4", "fp8") if name in options.kv), "raw16")]
     if options.kv != "raw16" and options.command not in ("splits", "tiles"):
         parser.error(f"--kv is for splits and tiles, not for {options.command}")
-    if options.all and options.command != "decode":
+    if options.all and options.command not in ("decode", "full"):
         parser.error(f"--all is for decode, not for {options.command}")
     wanted = 2 if options.command == "compare" else 0
     if len(options.files) != wanted:
@@ -162,13 +164,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         return 0
+    if options.command == "full":
+        return full(options)
+    return measured(options)
+
+
+def full(options: argparse.Namespace) -> int:
+    """Measure all topics that README shows, say how long that took, and return the exit status."""
+    start = time.perf_counter()
+    failed = [measured(argparse.Namespace(**{**vars(options), "command": name})) for name in readme.TOPICS]
+    print(f"everything took {time.perf_counter() - start:.0f} s")
+    return max(failed)
+
+
+def measured(options: argparse.Namespace) -> int:
+    """Measure what one command says, write its record, and return the exit status."""
     run = Run(options, topic(options))
     try:
         if options.command == "tbq4":
             tbq4.measure(run)
         elif options.command == "fp8":
-            all_cases = cases.fp8_cases(options.dtype, options.page_size)
-            run.decode(run.selected("decode", all_cases), lambda _: [Variant()])
+            selected = run.selected("decode", cases.fp8_cases(options.dtype, options.page_size))
+            decode.build_kernels(selected)
+            run.decode(selected, lambda _: [Variant()])
         elif options.command == "prefill":
             prefill.measure(run)
         elif options.command == "decode":

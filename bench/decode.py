@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ LONG_BYTES = 2**29
 
 def measure(run: Run) -> None:
     """Measure everything of the topic that is selected."""
-    start = time.perf_counter()
     run.launch()
     options = run.options
     cases = decode_cases.decode_cases(options.dtype, options.page_size, include_large=options.all)
@@ -48,7 +46,6 @@ def measure(run: Run) -> None:
 
     for case in selected:
         run.decode([case], variants_of, sampling=sampling_of(case, quick=options.quick), beside=beside)
-    run.env["seconds"] = round(time.perf_counter() - start, 1)
 
 
 def variants_of(case: DecodeCase) -> list[Variant]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ SAMPLING = timing.Sampling(at_least=10, at_most=15, sample_us=5000.0, pauses=2, 
 
 def measure(run: Run) -> None:
     """Measure everything of the topic that is selected."""
-    start = time.perf_counter()
     selected = run.selected("prefill", prefill_cases(run.options.dtype, run.options.page_size))
     build_kernels(selected)
     torch, run.env["peers"] = peers.find()
@@ -44,7 +42,6 @@ def measure(run: Run) -> None:
         except FAILURES as error:
             run.fail(f"prefill-{case.name}", error)
         run.save()
-    run.env["seconds"] = round(time.perf_counter() - start, 1)
 
 
 def build_kernels(selected: Sequence[PrefillCase]) -> None:

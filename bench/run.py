@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -94,6 +95,7 @@ class Run:
     """
 
     def __init__(self, options: argparse.Namespace, topic: str) -> None:
+        self.start = time.perf_counter()
         self.options = options
         self.sampling = timing.QUICK if options.quick else timing.FULL
         self.rows: list[record.Row] = []
@@ -306,6 +308,7 @@ class Run:
     def finish(self) -> int:
         """Read the clocks again, write the record, print the table and return the exit status."""
         self.read_clocks("clocks_after")
+        self.env["seconds"] = round(time.perf_counter() - self.start, 1)
         if record.clocks_fell(self.env["clocks_before"], self.env["clocks_after"]):
             self.rows = [replace(line, notes=(*line.notes, "clocks fell")) for line in self.rows]
         self.save()

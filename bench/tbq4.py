@@ -9,7 +9,7 @@ import numpy as np
 
 from cuattn import _arrays
 
-from . import cases, checks, codec, inputs, record, roofline, timing
+from . import cases, checks, codec, decode, inputs, record, roofline, timing
 from .run import FAILURES, Run, Variant
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ Job = tuple[str, Any, "Callable[[Run, roofline.Copier, Any], None]"]
 def measure(run: Run) -> None:
     """Measure everything of the topic that is selected."""
     dtype, page_size = run.options.dtype, run.options.page_size
-    run.decode(run.selected("decode", cases.tbq4_cases(dtype, page_size)), lambda _: [Variant()])
+    selected = run.selected("decode", cases.tbq4_cases(dtype, page_size))
+    decode.build_kernels(selected)
+    run.decode(selected, lambda _: [Variant()])
     copier = roofline.Copier()
     for op, case, function in jobs(dtype, page_size):
         if run.selected(op, [case]):

@@ -73,7 +73,7 @@ class DryRun(run.Run):
     """A run without a GPU: every call is made once, and takes 10 us."""
 
     def __init__(self, cupy, folder, *options):
-        self.options = command.parse(["prefill", *options])
+        self.start, self.options = 0.0, command.parse(["prefill", *options])
         self.sampling, self.cupy, self.env = timing.QUICK, cupy, dict(ENV)
         self.rows, self.failures = [], []
         self.path = folder / "h200-2026-01-02-prefill.json"
@@ -334,6 +334,7 @@ def test_the_table_shows_flops_and_the_roof(dry_run, capsys):
     dry.rows = [replace(line, us=20.0, flops=10**9, roof_us=15.0) for line in dry.rows]
 
     assert dry.finish() == 0
+    assert dry.env["seconds"] > 0
     heading, *lines = capsys.readouterr().out.splitlines()[2:]
 
     assert heading == "peers: PyTorch 2.11.0"

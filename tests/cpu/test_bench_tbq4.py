@@ -10,7 +10,7 @@ import pytest
 
 import cuattn
 from bench import __main__ as command
-from bench import cases, checks, codec, inputs, readme, roofline, run, tbq4, tiles, timing
+from bench import cases, checks, codec, decode, inputs, readme, roofline, run, tbq4, tiles, timing
 from cuattn import _arrays, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
@@ -49,7 +49,7 @@ class DryRun(run.Run):
     """A run without a GPU: every call is made once, and takes 10 us."""
 
     def __init__(self, cupy, folder, cases=""):
-        self.options = command.parse(["tbq4", "--cases", cases])
+        self.start, self.options = 0.0, command.parse(["tbq4", "--cases", cases])
         self.sampling, self.cupy, self.env = timing.QUICK, cupy, ENV
         self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-tbq4.json"
@@ -241,6 +241,7 @@ def dry_run(numpy_for_cupy, monkeypatch, tmp_path):
     """Make runs of small cases without a GPU."""
     monkeypatch.setattr(timing, "replayed", lambda calls, _: [call() for call in calls] and DRAWN)
     monkeypatch.setattr(roofline, "Copier", FakeCopier)
+    monkeypatch.setattr(decode, "build_kernels", lambda _: None)
     monkeypatch.setattr(cases, "HEADLINE", (1, 128, 4, 2, 128))
     monkeypatch.setattr(cases, "SHAPES", ((4, 2, 128), (6, 2, 256)))
     monkeypatch.setattr(cases, "TBQ4_SIZES", ((1, 64), (2, 32), (1, 128)))

@@ -297,6 +297,13 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
+// PTX ISA: sqrt.approx.f32, to 2^-23 of its value.
+__device__ __forceinline__ float sqrt(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // PTX ISA: cvt.rn.{f16x2,bf16x2}.f32; `lo` goes to the low half.
 template <class Elem>
 __device__ u32 pack2(float lo, float hi);

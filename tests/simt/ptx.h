@@ -406,6 +406,7 @@ inline void griddepcontrol_launch_dependents() {}
 
 inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
 inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }
+inline float sqrt(float x) { return sqrtf(x); }
 
 template <class Elem>
 u32 pack2(float lo, float hi) {

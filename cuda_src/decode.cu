@@ -106,7 +106,8 @@ struct QueryFragments {
 
 // Parts of K whose loop is unrolled: where accumulators leave few registers, parts take turns with them.
 constexpr int PARTS_AT_ONCE = cfg::Q_IN_REGISTERS ? KHead::PARTS : 1;
-// Whether plain steps have code of their own, without what is rarely needed in its midst. It pays where instructions bind.
+// Whether plain steps have code of their own, without what is rarely needed in its midst. It pays where instructions
+// bind.
 constexpr bool PLAIN_STEPS = cfg::K_FORMAT == KvFormat::TBQ4 || cfg::V_FORMAT == KvFormat::TBQ4;
 // What is read ahead takes registers, of which floats leave few.
 constexpr int PAIRS_AT_ONCE = IN_FLOATS && !cfg::Q_IN_REGISTERS ? 2 : Q_PAIRS;

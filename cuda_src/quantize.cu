@@ -121,8 +121,8 @@ __device__ __forceinline__ bool is_contiguous(const QuantizeParams& p) {
 // Where the blocks of a tile are.
 struct Source {
   const u8* x;
-  bool in_line;  // one behind the other, from x on
-  i64 offset;    // else, of block lane % 16; past the end the last block is repeated
+  bool in_line;          // one behind the other, from x on
+  i64 offset;            // else, of block lane % 16; past the end the last block is repeated
   u32 mean[2] = {0, 0};  // which blocks of a token blocks g and g + 8 are, where they do not repeat
 
   __device__ __forceinline__ Source(const QuantizeParams& p, const tbq4::Rows& shape, bool contiguous, u32 first,
@@ -208,6 +208,12 @@ struct Input {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(FULL_MASK, x, 1);
   return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+// Sums over the four lanes of a block: of x in those with an even t, of y in the others.
+__device__ __forceinline__ float quad_sums(float x, float y, u32 t) {
+  const float own = t % 2 != 0 ? y : x, other = t % 2 != 0 ? x : y;
+  const float two = own + __shfl_xor_sync(FULL_MASK, other, 1);
+  return two + __shfl_xor_sync(FULL_MASK, two, 2);
 }
 
 // What the results of MMAs of a tile begin with.
@@ -431,7 +437,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
         codes[r][i] = tbq4::eight_codes(u, scales[r], cells);
       }
     }
-    const float lengths[2] = {quad_sum(tbq4::squared_length(codes[0])), quad_sum(tbq4::squared_length(codes[1]))};
+    const float length = quad_sums(tbq4::squared_length(codes[0]), tbq4::squared_length(codes[1]), t);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       by_itself[r] = by_itself[r] || !(sums[r] <= MAX_FLOAT);
@@ -446,7 +452,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p, Tables& tables
     // Lane t = 0 has the norm of block g, and lane t = 1 that of block g + 8.
     const u32 block = first + g + 8 * t;
     if (t < 2 && block < num_blocks && !(t != 0 ? by_itself[1] : by_itself[0])) {
-      p.norms[block] = tbq4::stored_norm(t != 0 ? sums[1] : sums[0], t != 0 ? lengths[1] : lengths[0], p.clamped);
+      p.norms[block] = tbq4::stored_norm(t != 0 ? sums[1] : sums[0], length, p.clamped);
     }
     if (__any_sync(FULL_MASK, by_itself[0] || by_itself[1])) {
       u32 which = 0;

@@ -297,10 +297,15 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
-// PTX ISA: sqrt.approx.f32, to 2^-23 of its value.
+// PTX ISA: sqrt.approx.ftz.f32 and rsqrt.approx.ftz.f32, to 2^-23 and 2^-22.4; subnormal arguments are zeros.
 __device__ __forceinline__ float sqrt(float x) {
   float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ float squared_length(const u32 (&codes)[WORDS]) {
 }
 
 // 1 / norm of a block with this sum of squares, or 0.
-__device__ __forceinline__ float inverse_norm(float sum) { return sum > cfg::MIN_SQUARE ? rsqrtf(sum) : 0.f; }
+__device__ __forceinline__ float inverse_norm(float sum) { return sum > cfg::MIN_SQUARE ? ptx::rsqrt(sum) : 0.f; }
 
 // The float16 that gives the decoded block the norm of the row, as bits; a norm that is clamped is counted
 // unless there is no counter.
@@ -91,7 +91,7 @@ __device__ __forceinline__ u16 stored_norm(float sum, float squared_length, int*
   constexpr u16 MAX_HALF = 0x7bff;   // 65504
   constexpr u16 QUIET_NAN = 0x7e00;  // the one NaN of the format
   // Exact to some 2^-22, as the sum is; a division and exact roots would take a twentieth of what a block does.
-  const float stored = ptx::sqrt(sum) * rsqrtf(squared_length);
+  const float stored = ptx::sqrt(sum) * ptx::rsqrt(squared_length);
   if (stored != stored) return QUIET_NAN;
   const u16 half = static_cast<u16>(ptx::pack2<Half>(stored, 0.f));
   if (half <= MAX_HALF || stored == __uint_as_float(0x7f800000u)) return half;

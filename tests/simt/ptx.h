@@ -406,7 +406,8 @@ inline void griddepcontrol_launch_dependents() {}
 
 inline float exp2(float x) { return simt::flush_subnormal(exp2f(simt::flush_subnormal(x))); }
 inline float log2(float x) { return log2f(simt::flush_subnormal(x)); }
-inline float sqrt(float x) { return sqrtf(x); }
+inline float sqrt(float x) { return sqrtf(simt::flush_subnormal(x)); }
+inline float rsqrt(float x) { return 1.f / sqrtf(simt::flush_subnormal(x)); }
 
 template <class Elem>
 u32 pack2(float lo, float hi) {

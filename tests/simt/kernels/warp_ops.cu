@@ -5,7 +5,7 @@
 // tests/simt/cases.py computes the same in NumPy, in the same order.
 #include "common/ptx.cuh"
 
-constexpr int NUM_WORDS = 64, NUM_FLOATS = 7, IMAGE_ROWS = 256;
+constexpr int NUM_WORDS = 64, NUM_FLOATS = 8, IMAGE_ROWS = 256;
 
 // words [128, 16]; halves [128, 8], bfloats [128, 8]: pairs of small integers; rows [128]: of the image; image
 // [IMAGE_ROWS] 16 bytes each; exact [128, NUM_WORDS]; approximate [128, NUM_FLOATS].
@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(128)
   approximate[4] = rsqrtf(x + 3.f);
   approximate[5] = __fdividef(1.f, x + 3.f);
   approximate[6] = ptx::sqrt(x + 3.f);
+  approximate[7] = ptx::rsqrt(x + 3.f);
 }
 
 // abs [3, n]: the operands; out [n].

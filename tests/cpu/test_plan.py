@@ -76,7 +76,7 @@ def test_no_split_is_planned_that_full_sequences_would_leave_empty(case):
 def test_the_codec_fits_every_device(arch):
     device = DEVICES[arch]
     codecs = [c for c in _plan.shipped_configs(device) if isinstance(c, _plan.QuantizeConfig)]
-    assert len(codecs) == len(set(codecs)) == 3 * 4 * (2 * 2 + 1)
+    assert len(codecs) == len(set(codecs)) == 3 * 4 * (2 * 2 + 2)  # with a mean three tables of the encoder
     for config in codecs:
         assert config.smem_bytes <= device.smem_per_block
         assert 1 <= config.ctas_per_sm <= device.smem_per_sm // (config.smem_bytes + 1024)

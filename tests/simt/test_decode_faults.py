@@ -38,6 +38,8 @@ NORMS = replace(CODES, values="tiny_v", kv_len=(900, 901, 902), dtype="bfloat16"
 # A sink has some weight.
 SINKS = replace(CODES, values="normal", kv_len=(20, 1000))
 FP8 = replace(RAW, k_format="fp8", v_format="fp8", values="normal")
+# Steps inside of whole pages, of which nothing is hidden, and others.
+LONG = replace(CODES, kv_len=(2000,), page_size=None, seqlen_q=1, values="normal")
 KEPT = replace(CODES, num_sink=3, num_recent=7, page_size=None, seqlen_q=1)
 
 
@@ -101,7 +103,10 @@ def nan_of_the_newest_value(arrays: Arrays) -> Arrays:
 
 def in_the_next_group(stream: str, problem: Problem) -> Fault:
     """Norms of whole tiles of a stream, "k" or "v", are copied once the group of their rows is closed."""
-    end = {"k": "}\n  __device__ __forceinline__ void load_v", "v": "key0 += cfg::KEYS_PER_STEP;"}[stream]
+    end = {
+        "k": "}\n  template <bool WHOLE = false>\n  __device__ __forceinline__ void load_v",
+        "v": "key0 += cfg::KEYS_PER_STEP;",
+    }[stream]
     old, commit = "load_norms(slot, norms_at, true, lane);", "ptx::cp_async_commit();"
     space = {"k": "\n  ", "v": "\n    "}[stream]
     late = f"if (whole) {stream}.load_norms(ring + slot, {stream}.norms_at, true, lane);"
@@ -158,7 +163,7 @@ FAULTS = {
         replace(CODES, page_size=None), TOO_SHORT, changes={"num_stages": 2}
     ),
     "rows past the end of the sequence are copied": in_common(
-        "kv_ring", DENSE, "&& key0 + cfg::TILE_KV <= end &&", "&&"
+        "kv_ring", DENSE, "&& position + cfg::TILE_KV <= end &&", "&&"
     ),
     "norms past the end of the sequence are loaded": in_common(
         "kv_ring", replace(MORE_SEQUENCES, head_dim=64), "if (valid) waiting", "waiting"
@@ -210,12 +215,21 @@ FAULTS = {
     "norms in the order of rows": in_common(
         "kv_ring", CODES, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
     ),
-    "norms of two blocks in the order of rows": in_common(
-        "kv_ring", BLOCKS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
+    # The first one stays where a load of 16 bytes begins.
+    "norms of two blocks in another order of rows": in_common(
+        "kv_ring", BLOCKS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS",
+        "(row % 8 * ROWS + row / 8 * 3 % ROWS) * 2 * Kv::NORMS",
     ),
     "norms of several heads in the order of rows": in_common(
         "kv_ring", HEADS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
     ),
+    "a step with hidden keys is plain": in_decode(
+        replace(LONG, window=(1500, 0)), "PLAIN_STEPS && !masked &&", "PLAIN_STEPS &&"
+    ),
+    "a step with capped scores is plain": in_decode(
+        replace(LONG, softcap=2.0), "p.softcap_log2 == 0.f && loader", "loader"
+    ),
+    "a step that loads the end of a sequence is plain": in_decode(LONG, "loader.next_are_whole()", "true"),
     "the weight of a hidden row is not zeroed": in_decode(
         replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
         spoil=infinite_norm_of_the_newest_value,

@@ -38,6 +38,7 @@ PROBLEMS = (
     Problem(kv_len=(0, 1, 33, 300), num_kv_heads=2, group=3, page_size=16, **FLOATS, sinks=True),
     Problem(kv_len=(130, 300), seqlen_q=3, group=4, head_dim=256, page_size=5, **FLOATS),
     Problem(kv_len=(0, 1, 33, 600), num_kv_heads=2, group=3, page_size=16, **TBQ4, means=True, sinks=True),
+    Problem(kv_len=(2500, 1000), group=6, head_dim=256, page_size=64, **TBQ4, values="normal"),
     Problem(kv_len=(70, 300), num_kv_heads=4, group=3, head_dim=128, **TBQ4, means=True),
     Problem(kv_len=(300, 2), num_kv_heads=8, group=2, page_size=16, **TBQ4),
     Problem(kv_len=(300, 31), seqlen_q=4, group=8, head_dim=128, **TBQ4, dtype="bfloat16", window=(40, 3)),

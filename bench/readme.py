@@ -38,13 +38,14 @@ _DECODE_HEADER = (
     "| query/KV heads | head_dim | batch | keys | us | TB/s of K, V | of the read roof | FA3 us | cuDNN us | FA2 us |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
+_SLOWER = "SMs slow down under some of these loads: rows of the record say so."
 _DECODE_INTRO = (
     "Decode of one query token, {dtype}, merge included; the read roof is a kernel that reads the same bytes and does "
     "nothing else, in the same run."
 )
 _DECODE_PEERS = (
     "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
-    "has them, each as it is called fastest.\nSMs slow down under some of these loads: rows of the record say so."
+    "has them, each as it is called fastest.\n" + _SLOWER
 )
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
@@ -66,7 +67,7 @@ _CHUNK_INTRO = (
 )
 _INTRO = (
     "One query token, bfloat16, K and V in {name}, merge included. Bytes are those of a token and KV head, K and V; the"
-    "\nread roof is for as many bytes as that cache has; ratio is 16-bit time by its time."
+    "\nread roof is for as many bytes as that cache has; ratio is 16-bit time by its time.\n" + _SLOWER
 )
 
 

@@ -31,6 +31,10 @@ constexpr float SCALE = cfg::ROOT / UNIT;
 constexpr float MAX_FLOAT = 3.402823466e38f;
 // MMAs of a block, and the bits of the index whose stages they do.
 constexpr int MMAS = 2 * STEPS, MMA_BITS = IS_OPERAND ? 0b111001 : 0b111000;
+// Which MMA of a block has the results with the bits of `result`, but for those of lanes and of a lane's two results.
+__device__ __forceinline__ constexpr int mma_of(int result) {
+  return IS_OPERAND ? result / 64 * 8 + result / 2 % 4 * 2 + result / 8 % 2 : result / 64 * 8 + result % 8;
+}
 constexpr u32 ALL_BLOCKS = (1u << tbq4::TILE_BLOCKS) - 1;
 static_assert(sizeof(QuantizeParams) == cfg::PARAMS_BYTES, "cuattn/_params.py and params.cuh disagree");
 
@@ -265,7 +269,7 @@ __device__ __forceinline__ void rotate_operands(float (&y)[2][PER_LANE], float (
 #pragma unroll
       for (int bit3 = 0; bit3 < 2; ++bit3) {
         float d[4];
-        start.multiply<Elem>(d, a, operands[bit3], (h * 4 + q) * 2 + bit3);
+        start.multiply<Elem>(d, a, operands[bit3], mma_of(64 * h + 8 * bit3 + 2 * q));
 #pragma unroll
         for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * bit3 + 2 * q + i % 2] = d[i];
       }
@@ -304,7 +308,7 @@ __device__ __forceinline__ void rotate_floats(float (&y)[2][PER_LANE], float (&s
         low[i] = __float_as_uint(values[i][j] - __uint_as_float(high[i]));
       }
       float d[4];
-      start.multiply<float>(d, high, operand, h * 8 + j);
+      start.multiply<float>(d, high, operand, mma_of(64 * h + j));
       ptx::mma_m16n8k8_tf32(d, low, operand);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i / 2][16 * h + 8 * (i % 2) + j] = d[i];
@@ -338,10 +342,9 @@ __device__ __forceinline__ void fill(Means& means, const QuantizeParams& p) {
 #pragma unroll
     for (int j = 0; j < tbq4::VALUES; ++j) {
       // Result `out` of the block is this one of the two of lane t.
-      const u32 out = sub * tbq4::VALUES + j, h = out / 64, t = out / 16 % 4, bit3 = out / 8 % 2;
-      const u32 mma = IS_OPERAND ? (h * 4 + out / 2 % 4) * 2 + bit3 : h * 8 + out % 8;
-      float2& pair = means.start[block][mma * 4 + t];
-      ((IS_OPERAND ? out % 2 : bit3) != 0 ? pair.y : pair.x) = x[j];
+      const int out = static_cast<int>(sub) * tbq4::VALUES + j, t = out / 16 % 4;
+      float2& pair = means.start[block][mma_of(out) * 4 + t];
+      ((IS_OPERAND ? out % 2 : out / 8 % 2) != 0 ? pair.y : pair.x) = x[j];
     }
     energy = tbq4::block_sum(energy);
     if (sub == 0) means.energy[block] = energy;

@@ -9,7 +9,7 @@ from cuattn._device import KIB, Device
 from cuattn._kinds import Dtype
 from cuattn._plan.base import WARP, align, ceil_div
 
-# Blocks of a token that a table of rotated means has place for: a warp's blocks i and i + 8 share a place of the
+# Blocks of a token that a table of means has place for: a warp's blocks i and i + 8 share a place of the
 # smallest, where the blocks of one or several tokens are eight; the next one has twice as many at least.
 REPEATED_MEAN_BLOCKS = 8
 MIN_MEAN_BLOCKS = 2 * REPEATED_MEAN_BLOCKS
@@ -19,7 +19,7 @@ MIN_MEAN_BLOCKS = 2 * REPEATED_MEAN_BLOCKS
 class QuantizeConfig:
     """Compile-time choices of ``quantize.cu``, and of ``dequantize.cu``.
 
-    With a mean, ``quantize.cu`` has a table of `mean_blocks` blocks of rotated means, or none and is slow.
+    With a mean, ``quantize.cu`` has a table of `mean_blocks` blocks of means, or none and is slow.
     """
 
     dtype: Dtype

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .record import CLOCK_TOLERANCE, aligned
 from .rows import cases, parts
-from .timing import FULL
+from .sampling import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _arrays, _plan
 
-from . import decode_cases, kernels, peers, record, timing
+from . import decode_cases, kernels, peers, record
 from .cases import DTYPES
 from .inputs import to_host
 from .run import Run, Variant
+from .sampling import FULL, QUICK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from .cases import DecodeCase
     from .checks import Expected
     from .inputs import DecodeInputs
-    from .timing import Sampling
+    from .sampling import Sampling
 
 # The pauses of peers that draw much power are short, so that everything takes two minutes.
-SAMPLING = replace(timing.FULL, pauses=2, pause_s=0.03)
+SAMPLING = replace(FULL, pause_s=0.03, patience_s=0.1)
 # Calls of 0.2 to 4 ms and, with --all, of up to 29, which are most of the time that all take.
 LONG_SAMPLING = replace(SAMPLING, at_least=10, at_most=30)
 LONG_BYTES = 2**29
@@ -59,7 +60,7 @@ def variants_of(case: DecodeCase) -> list[Variant]:
 def sampling_of(case: DecodeCase, *, quick: bool) -> Sampling:
     """Return how often a case is timed."""
     if quick:
-        return timing.QUICK
+        return QUICK
     return LONG_SAMPLING if case.traffic[0] > LONG_BYTES else SAMPLING
 
 

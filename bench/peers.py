@@ -16,11 +16,13 @@ from cuattn import _arrays
 
 from . import timing
 from .run import FAILURES
+from .sampling import QUICK
 
 if TYPE_CHECKING:
     from cuattn._arrays import Array
 
-    from .timing import Capture, Sampling, Timing
+    from .sampling import Sampling, Timing
+    from .timing import Capture
 
 # Names in records, and those of PyTorch's ``SDPBackend``.
 BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
@@ -269,7 +271,7 @@ def _fastest(
     for form, calls in forms.items():
         try:
             check(calls[0]())
-            us[form] = timing.replayed(calls, timing.QUICK, torch.graph_of).us if len(forms) > 1 else 0.0
+            us[form] = timing.replayed(calls, QUICK, torch.graph_of).us if len(forms) > 1 else 0.0
         except _LEFT_OUT as error:
             errors[form] = error
     if not us:

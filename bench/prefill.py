@@ -15,6 +15,7 @@ from .inputs import normal
 from .prefill_cases import prefill_cases
 from .prefill_inputs import PrefillInputs
 from .run import FAILURES, Run
+from .sampling import QUICK, Sampling, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _FLOAT_COST = 6
 # Calls of up to 40 ms, about a hundred of them, that keep all SMs busy: few samples of each, and short pauses for the
 # clock, so that everything takes less than two minutes.
-SAMPLING = timing.Sampling(at_least=10, at_most=15, sample_us=5000.0, pauses=2, pause_s=0.03)
+SAMPLING = Sampling(at_least=10, at_most=15, sample_us=5000.0, pause_s=0.03, patience_s=0.1)
 
 
 def measure(run: Run) -> None:
@@ -59,7 +60,7 @@ class _Topic:
 
     def __init__(self, run: Run, torch: peers.Torch | None) -> None:
         self._run, self._torch = run, torch
-        self._sampling = timing.QUICK if run.options.quick else SAMPLING
+        self._sampling = QUICK if run.options.quick else SAMPLING
         self._flop_us: dict[str, float] = {}
 
     def case(self, case: PrefillCase) -> None:
@@ -104,7 +105,7 @@ class _Topic:
                 self._flop_us[dtype] = line.us / line.flops
         return self._flop_us[dtype]
 
-    def _product(self, dtype: str) -> timing.Timing:
+    def _product(self, dtype: str) -> Timing:
         self._run.available()
         shape = (prefill_record.PRODUCT_SIZE,) * 2
         size = shape[0] * shape[1]
@@ -112,7 +113,7 @@ class _Topic:
         call, capture = peers.product(self._torch, a, b, _arrays.import_cupy().empty(shape, DTYPES[dtype]))
         return timing.replayed([call], self._sampling, capture)
 
-    def _cuattn(self, arrays: PrefillInputs, expected: list[Expected]) -> timing.Timing:
+    def _cuattn(self, arrays: PrefillInputs, expected: list[Expected]) -> Timing:
         calls = arrays.calls()
         arrays.poison()
         arrays.check(expected, *calls[0]())

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .prefill_cases import PrefillCase
-    from .timing import Timing
+    from .sampling import Timing
 
 ROOF = "the FLOPs that the mask leaves, at the rate of a cuBLAS product in the same run"
 # Rows and columns of the two factors of the product that is the roof: large enough to run at cuBLAS's best rate.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .cases import AppendCase, CodecCase, DecodeCase
-    from .timing import Timing
+    from .sampling import Timing
 
 RESULTS = ROOT / "bench" / "results"
 # A clock lower than before by more than this fraction has fallen.

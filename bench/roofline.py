@@ -10,6 +10,7 @@ import numpy as np
 from cuattn import _arrays, _plan
 
 from . import kernels, timing
+from .sampling import QUICK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from cuattn import _nvrtc
     from cuattn._arrays import Array
 
-    from .timing import Sampling, Timing
+    from .sampling import Sampling, Timing
 
 # Loads of 16 bytes that a thread has in flight: with four a thread needs 32 registers or fewer, so that an SM holds
 # 2048 of them and has 128 KB in flight, several times what it needs.
@@ -63,7 +64,7 @@ class _Roof:
         def time(shape: tuple[int, int | None], sampling: Sampling) -> Timing:
             return timing.replayed(calls(*shape), sampling)
 
-        threads, blocks = fastest = min(SHAPES, key=lambda shape: time(shape, timing.QUICK).us)
+        threads, blocks = fastest = min(SHAPES, key=lambda shape: time(shape, QUICK).us)
         found = time(fastest, sampling)
         return found, f"{threads} threads, {'one pass' if blocks is None else f'{blocks} blocks an SM'}"
 

@@ -13,6 +13,7 @@ import numpy as np
 from cuattn import _arrays, _jit
 
 from . import cases, checks, inputs, prefill_record, record, roofline, tiles, timing
+from .sampling import FULL, QUICK, Timing, sample
 
 if TYPE_CHECKING:
     import argparse
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from .cases import DecodeCase
     from .checks import Expected
     from .inputs import DecodeInputs
+    from .sampling import Sampling
     from .tiles import Tile
-    from .timing import Sampling
 
 # Of the memory that is free at the start; the rest is for outputs, workspaces and the check.
 _MEMORY_FRACTION = 0.85
@@ -97,7 +98,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, topic: str) -> None:
         self.start = time.perf_counter()
         self.options = options
-        self.sampling = timing.QUICK if options.quick else timing.FULL
+        self.sampling = QUICK if options.quick else FULL
         self.rows: list[record.Row] = []
         self.failures: list[str] = []
         self.cupy = cupy = _arrays.import_cupy()
@@ -110,7 +111,7 @@ class Run:
         self.reader = roofline.Reader()
         self._scratch = cupy.zeros(2**28, cupy.uint8)
         self._small_checks: set[DecodeCase] = set()
-        self._roofs: dict[tuple[int, int], timing.Timing] = {}
+        self._roofs: dict[tuple[int, int], Timing] = {}
         self.read_clocks("clocks_before")
 
     def selected(self, op: str, all_cases: Sequence[AnyCase]) -> list[AnyCase]:
@@ -167,7 +168,7 @@ class Run:
             for op, part in (("compile", calls[:repeats]), ("load", calls[repeats:])):
                 times = [1e3 * call.call_ms for call in part]
                 low, median, high = (float(x) for x in np.percentile(times, (5, 50, 95)))
-                found = timing.Timing(median, low, high, repeats, noisy=False)
+                found = Timing(median, low, high, repeats, noisy=False)
                 middle = sorted(part, key=lambda call: call.call_ms)[repeats // 2]
                 parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in middle.parts_ms.items())
                 notes = (
@@ -184,10 +185,10 @@ class Run:
         sampling = replace(self.sampling, at_most=2 * self.sampling.at_least)
         for case in self.selected("launch", cases.tiny_cases(self.options.dtype)):
             arrays = inputs.DecodeInputs(case, 1)
-            bare = timing.sample(timing.HostLoop(self.reader.call(self._scratch[:4096])).measure, sampling)
+            bare = sample(timing.HostLoop(self.reader.call(self._scratch[:4096])).measure, sampling)
             for splits in (1, 2):
                 loop = timing.HostLoop(arrays.calls(num_splits=splits)[0], _HOST_CALLS)
-                found = timing.sample(loop.measure, sampling)
+                found = sample(loop.measure, sampling)
                 # The GPU ends soon after the host unless it was behind.
                 behind = ("the GPU was slower",) if loop.queued > 0.1 else ()  # noqa: PLR2004
                 notes = ("wall time in Python", *behind)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .cases import AppendCase, CodecCase, DecodeCase
-    from .timing import Timing
+    from .sampling import Timing
 
 # What one word of the roofs' kernels holds.
 _WORD = 16

@@ -1,4 +1,4 @@
-"""How a time is taken: samples until they agree, CUDA-graph replay, wall clock of the host, first use in a process."""
+"""How a time is taken: CUDA-graph replay, wall clock of the host, first use in a process; `sampling` says how often."""
 
 from __future__ import annotations
 
@@ -16,136 +16,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from cuattn import _arrays
 
 from . import clock as sm_clock
+from .sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
+
+    from .sampling import Sampling, Timing
 
 # Makes a graph of a CuPy stream and of what works on it; ``graph.launch(stream)`` replays it.
 Capture = Callable[[Any, Callable[[], object]], Any]
 ROOT = Path(__file__).resolve().parent.parent
 # Inputs that rotate are to exceed the L2 cache by this factor, so that no call finds its own there.
 L2_FACTOR = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """When to stop.
-
-    Attributes
-    ----------
-    at_least, at_most : int
-        Samples.
-    relative_error : float
-        Enough, as the median's standard error over the median.
-    sample_us : float
-        Microseconds that one sample lasts, by repeating the calls; long against the resolution of an event.
-    pauses : int
-        Samples at most that are left out because the SMs' clock had fallen, each with a pause for the GPU to recover.
-    pause_s : float
-        Seconds of the first such pause; in a row, each is twice as long as the one before, up to 32 times this.
-    """
-
-    at_least: int = 30
-    at_most: int = 200
-    relative_error: float = 0.005
-    sample_us: float = 8000.0
-    pauses: int = 8
-    pause_s: float = 0.02
-
-
-FULL = Sampling()
-QUICK = Sampling(at_least=5, at_most=5, sample_us=2000.0, pauses=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds of one call: median, 5th and 95th percentile; `noisy` if the samples did not agree in the end.
-
-    `left_out` samples were at a fallen clock; `fallen_mhz` is the median clock of the others if that had fallen too.
-    """
-
-    us: float
-    us_p5: float
-    us_p95: float
-    samples: int
-    noisy: bool
-    left_out: int = 0
-    fallen_mhz: float | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the times must know."""
-        found = ["noisy"] if self.noisy else []
-        if self.left_out:
-            found.append(f"{self.left_out} samples at lower clocks left out")
-        if self.fallen_mhz is not None:
-            found.append(f"SMs at {self.fallen_mhz:.0f} MHz")
-        return tuple(found)
-
-
-def median_error(samples: Sequence[float]) -> float:
-    """Return the standard error of the median, from order statistics: outliers do not count.
-
-    The rank of the true median is binomial with a standard deviation of ``sqrt(n) / 2``, whatever the distribution.
-    """
-    ordered, n = sorted(samples), len(samples)
-    low = max(0, math.floor((n - 1 - math.sqrt(n)) / 2))
-    high = min(n - 1, math.ceil((n - 1 + math.sqrt(n)) / 2))
-    return (ordered[high] - ordered[low]) / 2
-
-
-def sample(
-    measure: Callable[[], float],
-    sampling: Sampling,
-    clock: sm_clock.SmClock | None = None,
-    pause: Callable[[float], None] = time.sleep,
-) -> Timing:
-    """Take samples until the median is known well enough.
-
-    Parameters
-    ----------
-    measure : callable
-        Returns the microseconds of one call.
-    sampling : Sampling
-    clock : SmClock, optional
-        Which `measure` reads.
-    pause : callable
-        Waits for so many seconds.
-
-    Returns
-    -------
-    Timing
-    """
-    samples: list[float] = []
-    clocks: list[float] = []
-    left_out = in_a_row = 0
-    while True:
-        us = measure()
-        if clock is not None and clock.fell and left_out < sampling.pauses:
-            pause(sampling.pause_s * 2 ** min(in_a_row, 5))
-            left_out += 1
-            in_a_row += 1
-            continue
-        in_a_row = 0
-        samples.append(us)
-        if clock is not None and clock.mhz is not None:
-            clocks.append(clock.mhz)
-        if len(samples) < sampling.at_least:
-            continue
-        noisy = median_error(samples) > sampling.relative_error * float(np.median(samples))
-        if not noisy or len(samples) >= sampling.at_most:
-            break
-    low, median, high = (float(x) for x in np.percentile(samples, (5, 50, 95)))
-    fallen = None
-    if clock is not None and clocks and np.median(clocks) < (1 - sm_clock.FALLEN) * clock.top_mhz:
-        fallen = float(np.median(clocks))
-    return Timing(median, low, high, len(samples), noisy, left_out, fallen)
 
 
 def num_sets(set_bytes: int, l2_bytes: int, available_bytes: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 from bench import __main__ as command
 from bench import cases, checks, record, roofline, tiles, timing
 from bench.clock import SmClock
+from bench.sampling import Sampling, Timing, median_error, sample
 from cuattn import _decode, _dispatch, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
@@ -90,13 +91,13 @@ def test_memory_bounds_the_sets():
 
 
 def test_sampling_stops_at_the_least_number_when_samples_agree():
-    found = timing.sample(fake_timer(10.0), timing.Sampling())
+    found = sample(fake_timer(10.0), Sampling())
 
-    assert found == timing.Timing(10.0, 10.0, 10.0, 30, noisy=False)
+    assert found == Timing(10.0, 10.0, 10.0, 30, noisy=False)
 
 
 def test_sampling_goes_on_while_samples_disagree_and_then_says_so():
-    found = timing.sample(fake_timer(8.0, 12.0), timing.Sampling())
+    found = sample(fake_timer(8.0, 12.0), Sampling())
 
     assert found.samples == 200
     assert found.noisy
@@ -104,7 +105,7 @@ def test_sampling_goes_on_while_samples_disagree_and_then_says_so():
 
 
 def test_one_outlier_is_not_noise():
-    found = timing.sample(fake_timer(*[10.0] * 29, 1000.0), timing.Sampling())
+    found = sample(fake_timer(*[10.0] * 29, 1000.0), Sampling())
 
     assert not found.noisy
     assert found.us == 10.0
@@ -124,30 +125,42 @@ def clocked(*mhz):
 
 def test_samples_at_a_fallen_clock_are_left_out():
     clock, measure, pauses = clocked(2000, 1700, 1600, 1800, 1500, 2000)
-    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
+    found = sample(measure, Sampling(), clock, pauses.append)
     assert (found.us, found.samples, found.left_out, found.fallen_mhz) == (10.0, 30, 3, None)
     assert pauses == [0.02, 0.04, 0.02]
-    assert found.notes == ("3 samples at lower clocks left out",)
+    # At 1700, 1600 and 1500 MHz.
+    assert found.us_left_out == 12.5
+    assert found.notes == ("3 samples at lower clocks left out, 12.5 us",)
 
 
 def test_a_clock_that_stays_low_is_told():
     clock, measure, pauses = clocked(2000, 1600)
-    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
-    assert (found.us, found.left_out, found.fallen_mhz) == (12.5, 8, 1600)
-    assert pauses[-3:] == [0.64, 0.64, 0.64]
+    found = sample(measure, Sampling(), clock, pauses.append)
+    assert (found.us, found.us_left_out, found.fallen_mhz) == (12.5, 12.5, 1600)
+    assert pauses[:4] == [0.02, 0.04, 0.08, 0.16]
+    assert set(pauses[4:]) == {0.16}
+    # Pauses end when there were three seconds of them, and samples go on.
+    assert 3.0 <= sum(pauses) < 3.16
+    assert (found.samples, found.left_out) == (30, len(pauses))
     assert found.notes[-1] == "SMs at 1600 MHz"
+
+
+def test_without_patience_no_sample_is_left_out():
+    clock, measure, pauses = clocked(2000, 1600)
+    found = sample(measure, Sampling(patience_s=0.0), clock, pauses.append)
+    assert (found.samples, found.left_out, pauses) == (30, 0, [])
 
 
 def test_a_clock_that_cannot_be_is_not_believed():
     clock, measure, pauses = clocked(2000, -5, 0, 9000)
-    found = timing.sample(measure, timing.Sampling(), clock, pauses.append)
+    found = sample(measure, Sampling(), clock, pauses.append)
     assert (found.left_out, found.fallen_mhz, pauses) == (0, None, [])
 
 
 def test_median_error_is_the_standard_error_of_the_median():
     samples = np.random.default_rng(0).standard_normal((2000, 99))
 
-    error = np.mean([timing.median_error(row) for row in samples])
+    error = np.mean([median_error(row) for row in samples])
 
     # Order statistics of 99 samples are 1 % of the ranks apart.
     assert error == pytest.approx(np.median(samples, axis=1).std(), rel=0.1)
@@ -155,7 +168,7 @@ def test_median_error_is_the_standard_error_of_the_median():
 
 def test_rows_have_the_keys_of_the_record(tmp_path):
     case = replace(find("d256-b1-kv8192", dtype="float16"), page_size=16)
-    noisy = timing.Timing(20.123456, 19.0, 21.0, 200, noisy=True)
+    noisy = Timing(20.123456, 19.0, 21.0, 200, noisy=True)
     rows = [
         record.row(case, noisy, roof_us=10.0, splits=33, notes=("why",)),
         record.row(cases.tiny_cases()[0], replace(noisy, noisy=False), op="launch", splits=1),
@@ -178,7 +191,7 @@ def test_rows_have_the_keys_of_the_record(tmp_path):
 
 
 def test_table_shows_time_bandwidth_roof_and_splits():
-    found = timing.Timing(15.2, 15.0, 15.5, 30, noisy=False)
+    found = Timing(15.2, 15.0, 15.5, 30, noisy=False)
 
     heading, line = record.table([record.row(find("d128-b1-kv8192"), found, roof_us=11.4, splits=16)]).splitlines()
 

@@ -14,10 +14,11 @@ from bench import __main__ as command
 from bench import cases, checks, decode, decode_cases, inputs, kernels, peers, readme, rivals, rows, run, timing
 from bench.cases import DecodeCase
 from bench.run import Variant
+from bench.sampling import FULL, QUICK, Timing
 from cuattn import _arrays, _plan, _records
 
 H200 = _plan.DEVICES["sm_90a"]
-DRAWN = timing.Timing(10.0, 9.0, 11.0, 30, noisy=False)
+DRAWN = Timing(10.0, 9.0, 11.0, 30, noisy=False)
 ENV = {
     "gpu": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "clean": True,
     "l2_bytes": 2**10,
@@ -54,7 +55,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, *options):
         self.options = command.parse(["decode", *options])
-        self.sampling, self.cupy, self.env = timing.QUICK, cupy, dict(ENV)
+        self.sampling, self.cupy, self.env = QUICK, cupy, dict(ENV)
         self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-decode.json"
         self.read = []
@@ -159,7 +160,7 @@ def test_long_calls_have_fewer_samples():
 
     assert by_name["d128-b1-kv131072"] == decode.SAMPLING
     assert by_name["d128-b1-kv262144"] == by_name["d128-b64-kv32768"] == decode.LONG_SAMPLING
-    assert decode.sampling_of(EQUAL, quick=True) == timing.QUICK
+    assert decode.sampling_of(EQUAL, quick=True) == QUICK
 
 
 def test_unequal_lengths_read_what_there_is_and_have_no_more_pages():
@@ -300,7 +301,7 @@ def test_the_faster_form_of_a_peer_is_kept(monkeypatch):
     monkeypatch.setattr(timing, "replayed", lambda calls, *_: replace(DRAWN, us=us[calls[0]()]))
     forms = {name: [lambda name=name: name] for name in us}
 
-    found, missing = peers.timed(FakeTorch(), lambda _: forms, lambda _: None, timing.FULL)
+    found, missing = peers.timed(FakeTorch(), lambda _: forms, lambda _: None, FULL)
 
     assert missing == ()
     assert {impl: (other.timing.us, other.notes) for impl, other in found.items()} == {

@@ -24,10 +24,11 @@ from bench import (
     timing,
 )
 from bench.prefill_cases import PrefillCase, visible_pairs
+from bench.sampling import QUICK, Timing
 from cuattn import _arrays, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
-DRAWN = timing.Timing(10.0, 9.0, 11.0, 10, noisy=False)
+DRAWN = Timing(10.0, 9.0, 11.0, 10, noisy=False)
 ENV = {
     "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "cupy": "14.2.0", "nvrtc": "13.0", "cuattn": "0.1.0",
     "commit": "0123456789abcdef", "clean": True, "date": "2026-01-02T03:04:05+00:00", "num_sms": 132,
@@ -74,7 +75,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, *options):
         self.start, self.options = 0.0, command.parse(["prefill", *options])
-        self.sampling, self.cupy, self.env = timing.QUICK, cupy, dict(ENV)
+        self.sampling, self.cupy, self.env = QUICK, cupy, dict(ENV)
         self.rows, self.failures = [], []
         self.path = folder / "h200-2026-01-02-prefill.json"
 

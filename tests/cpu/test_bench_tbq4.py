@@ -11,11 +11,12 @@ import pytest
 import cuattn
 from bench import __main__ as command
 from bench import cases, checks, codec, decode, inputs, readme, roofline, run, tbq4, tiles, timing
+from bench.sampling import QUICK, Timing
 from cuattn import _arrays, _plan, reference
 
 H200 = _plan.DEVICES["sm_90a"]
 MB = 10**6
-DRAWN = timing.Timing(10.0, 9.0, 11.0, 30, noisy=False)
+DRAWN = Timing(10.0, 9.0, 11.0, 30, noisy=False)
 ENV = {
     "gpu": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "clean": True,
     "l2_bytes": 2**10,
@@ -50,7 +51,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, cases=""):
         self.start, self.options = 0.0, command.parse(["tbq4", "--cases", cases])
-        self.sampling, self.cupy, self.env = timing.QUICK, cupy, ENV
+        self.sampling, self.cupy, self.env = QUICK, cupy, ENV
         self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-tbq4.json"
         self.reader = SimpleNamespace(roof=lambda arrays, _: (replace(DRAWN, us=5.0 * bool(arrays)), "shape"))

@@ -16,7 +16,7 @@ import numpy as np
 import cuattn
 from cuattn import _records
 
-from . import cases, compare, decode, plot, prefill, readme, record, rivals, tbq4, tiles, timing
+from . import cases, compare, decode, fp8, plot, prefill, readme, record, rivals, tbq4, tiles, timing
 from .run import Run, Variant
 
 if TYPE_CHECKING:
@@ -152,6 +152,13 @@ def sweep_cases(options: argparse.Namespace) -> list[DecodeCase]:
     return [replace(case, formats=options.kv) for case in plain]
 
 
+def sweep(run: Run, variants_of: Callable[[DecodeCase], list[Variant]]) -> None:
+    """Measure the cases of `splits` or `tiles`."""
+    selected = run.selected("decode", sweep_cases(run.options))
+    run.progress.expect(len(selected))
+    run.decode(selected, variants_of)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     options = parse(arguments)
@@ -184,21 +191,15 @@ def measured(options: argparse.Namespace) -> int:
         if options.command == "tbq4":
             tbq4.measure(run)
         elif options.command == "fp8":
-            selected = run.selected("decode", cases.fp8_cases(options.dtype, options.page_size))
-            decode.build_kernels(selected)
-            run.decode(selected, lambda _: [Variant()])
+            fp8.measure(run)
         elif options.command == "prefill":
             prefill.measure(run)
         elif options.command == "decode":
             decode.measure(run)
         elif options.command == "splits":
-            variants = [Variant(num_splits=splits) for splits in options.splits]
-            run.decode(run.selected("decode", sweep_cases(options)), lambda _: variants)
+            sweep(run, lambda _: [Variant(num_splits=splits) for splits in options.splits])
         else:
-            run.decode(
-                run.selected("decode", sweep_cases(options)),
-                lambda case: [Variant(tile=tile) for tile in (None, *options.tiles.get(case.head_dim, ()))],
-            )
+            sweep(run, lambda case: [Variant(tile=tile) for tile in (None, *options.tiles.get(case.head_dim, ()))])
     finally:
         run.save()
     return run.finish()

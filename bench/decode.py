@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cuattn import _arrays, _plan
 
 from . import decode_cases, kernels, peers, record
-from .cases import DTYPES
+from .cases import DTYPES, tiny_cases
 from .inputs import to_host
 from .run import Run, Variant
 from .sampling import FULL, QUICK
@@ -32,15 +31,16 @@ LONG_BYTES = 2**29
 
 def measure(run: Run) -> None:
     """Measure everything of the topic that is selected."""
-    run.launch()
     options = run.options
     cases = decode_cases.decode_cases(options.dtype, options.page_size, include_large=options.all)
     selected = run.selected("decode", cases)
+    run.progress.expect(len(selected) + len(run.selected("launch", tiny_cases(options.dtype))))
+    run.launch()
     build_kernels(selected)
     torch = None
     if any(case.has_peers for case in selected):
         torch, run.env["peers"] = peers.find()
-        print(f"peers: {run.env['peers']}", file=sys.stderr)
+        run.progress.say(f"peers: {run.env['peers']}")
 
     def beside(arrays: DecodeInputs, expected: Expected, ours: record.Row, sampling: Sampling) -> list[record.Row]:
         return with_peers(torch, arrays, expected, ours, sampling)

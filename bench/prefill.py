@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,14 +34,15 @@ def measure(run: Run) -> None:
     selected = run.selected("prefill", prefill_cases(run.options.dtype, run.options.page_size))
     build_kernels(selected)
     torch, run.env["peers"] = peers.find()
-    print(f"peers: {run.env['peers']}", file=sys.stderr)
+    run.progress.say(f"peers: {run.env['peers']}")
     topic = _Topic(run, torch)
+    run.progress.expect(len(selected))
     for case in selected:
         try:
             topic.case(case)
         except FAILURES as error:
             run.fail(f"prefill-{case.name}", error)
-        run.save()
+        run.case_done()
 
 
 def build_kernels(selected: Sequence[PrefillCase]) -> None:
@@ -69,7 +69,7 @@ class _Topic:
         roof_us = case.flops * self._roof(case.dtype)
         sets, notes = run.sets(case.read_bytes)
         if sets == 0:
-            print(f"{case.name}: skipped, its arrays of {case.read_bytes / 1e9:.1f} GB do not fit", file=sys.stderr)
+            run.progress.say(f"{case.name}: skipped, its arrays of {case.read_bytes / 1e9:.1f} GB do not fit")
             return
         arrays = PrefillInputs(case, sets)
         expected = arrays.expected()
@@ -98,7 +98,7 @@ class _Topic:
                 found = self._product(dtype)
             # CuPy imports cuBLAS when it is first needed.
             except (*FAILURES, ImportError, TypeError) as error:
-                print(f"no roof in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
+                self._run.progress.say(f"no roof in {dtype}: {type(error).__name__}: {error}")
             else:
                 line = prefill_record.product_row(dtype, found)
                 self._run.add(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import numpy as np
 from cuattn import _arrays, _jit
 
 from . import cases, checks, inputs, prefill_record, record, roofline, tiles, timing
+from .progress import Progress
 from .sampling import FULL, QUICK, Timing, sample
 
 if TYPE_CHECKING:
@@ -80,10 +80,6 @@ class Beside(Protocol):
         """Return our row, perhaps with more notes, and those of others."""
 
 
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Run:
     """One run of a command: its rows, kept on disk from the first one on, and what failed.
 
@@ -99,6 +95,7 @@ class Run:
         self.start = time.perf_counter()
         self.options = options
         self.sampling = QUICK if options.quick else FULL
+        self.progress = Progress()
         self.rows: list[record.Row] = []
         self.failures: list[str] = []
         self.cupy = cupy = _arrays.import_cupy()
@@ -122,7 +119,7 @@ class Run:
         """Keep rows."""
         self.rows += rows
         for line in rows:
-            _progress(" ".join(self.table([line]).splitlines()[1].split()))
+            self.progress.say(" ".join(self.table([line]).splitlines()[1].split()))
 
     def table(self, rows: Sequence[record.Row]) -> str:
         """Return rows as text, with the columns of the topic."""
@@ -133,10 +130,15 @@ class Run:
         if self.rows:
             record.write(self.path, self.env, self.rows)
 
+    def case_done(self) -> None:
+        """Keep what a case has found, and count it."""
+        self.save()
+        self.progress.done()
+
     def fail(self, what: str, error: Exception) -> None:
         """Note a failure."""
         text = f"{what}: {type(error).__name__}: {error}"
-        _progress(text)
+        self.progress.say(text)
         # A compiler's log is long, and has just been shown.
         self.failures.append(textwrap.shorten(text, 300))
         # After an illegal access every call fails, this one too, and ends the run.
@@ -180,7 +182,7 @@ class Run:
                 self.add(record.row(case, found, op=op, splits=1, notes=notes))
 
     def launch(self) -> None:
-        """Time the host's part of a call; the roof is a bare launch."""
+        """Time the host's part of a call; the roof is a bare launch. The caller expects these cases."""
         # A sample of so many calls lasts long already.
         sampling = replace(self.sampling, at_most=2 * self.sampling.at_least)
         for case in self.selected("launch", cases.tiny_cases(self.options.dtype)):
@@ -193,7 +195,7 @@ class Run:
                 behind = ("the GPU was slower",) if loop.queued > 0.1 else ()  # noqa: PLR2004
                 notes = ("wall time in Python", *behind)
                 self.add(record.row(case, found, op="launch", roof_us=bare.us, splits=splits, notes=notes))
-        self.save()
+            self.case_done()
 
     def available(self) -> int:
         """Return the bytes that inputs may take."""
@@ -216,6 +218,8 @@ class Run:
     ) -> None:
         """Time decode cases in each of their variants, reading the same bytes, and what goes beside.
 
+        The caller has told `progress` to expect these cases.
+
         Parameters
         ----------
         selected : sequence of DecodeCase
@@ -225,18 +229,16 @@ class Run:
         beside : Beside, optional
         """
         for case in selected:
-            if not (variants := variants_of(case)):
-                continue
             sets, notes = self.sets(case.cache_bytes)
             if sets == 0:
-                _progress(f"{case.name}: skipped, its caches of {case.cache_bytes / 1e9:.1f} GB do not fit")
-                continue
-            try:
-                self.check_small(case)
-                self.decode_case(case, sets, variants, notes, sampling=sampling or self.sampling, beside=beside)
-            except FAILURES as error:
-                self.fail(case.name, error)
-            self.save()
+                self.progress.say(f"{case.name}: skipped, its caches of {case.cache_bytes / 1e9:.1f} GB do not fit")
+            elif variants := variants_of(case):
+                try:
+                    self.check_small(case)
+                    self.decode_case(case, sets, variants, notes, sampling=sampling or self.sampling, beside=beside)
+                except FAILURES as error:
+                    self.fail(case.name, error)
+            self.case_done()
 
     def check_small(self, case: DecodeCase) -> None:
         """Check a case that is small enough for the reference, once for a kind of caches; the others do it anyway."""
@@ -313,6 +315,7 @@ class Run:
         if record.clocks_fell(self.env["clocks_before"], self.env["clocks_after"]):
             self.rows = [replace(line, notes=(*line.notes, "clocks fell")) for line in self.rows]
         self.save()
+        self.progress.close()
         prefill = self.options.command == "prefill"
         print(record.heading(self.env, prefill_record.ROOF) if prefill else record.heading(self.env))
         print(self.table([line for line in self.rows if line.impl not in ("read", "copy")]))

@@ -27,17 +27,18 @@ def measure(run: Run) -> None:
     """Measure everything of the topic that is selected."""
     dtype, page_size = run.options.dtype, run.options.page_size
     selected = run.selected("decode", cases.tbq4_cases(dtype, page_size))
+    others = [(op, case, function) for op, case, function in jobs(dtype, page_size) if run.selected(op, [case])]
+    run.progress.expect(len(selected) + len(others))
     decode.build_kernels(selected)
     run.decode(selected, lambda _: [Variant()])
     copier = roofline.Copier()
-    for op, case, function in jobs(dtype, page_size):
-        if run.selected(op, [case]):
-            run.available()
-            try:
-                function(run, copier, case)
-            except FAILURES as error:
-                run.fail(f"{op}-{case.name}", error)
-            run.save()
+    for op, case, function in others:
+        run.available()
+        try:
+            function(run, copier, case)
+        except FAILURES as error:
+            run.fail(f"{op}-{case.name}", error)
+        run.case_done()
 
 
 def jobs(dtype: str = "bfloat16", page_size: int | None = None) -> Iterator[Job]:

@@ -13,6 +13,7 @@ import cuattn
 from bench import __main__ as command
 from bench import cases, checks, decode, decode_cases, inputs, kernels, peers, readme, rivals, rows, run, timing
 from bench.cases import DecodeCase
+from bench.progress import Progress
 from bench.run import Variant
 from bench.sampling import FULL, QUICK, Timing
 from cuattn import _arrays, _plan, _records
@@ -55,6 +56,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, *options):
         self.options = command.parse(["decode", *options])
+        self.progress = Progress(terminal=False)
         self.sampling, self.cupy, self.env = QUICK, cupy, dict(ENV)
         self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-decode.json"

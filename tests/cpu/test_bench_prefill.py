@@ -24,6 +24,7 @@ from bench import (
     timing,
 )
 from bench.prefill_cases import PrefillCase, visible_pairs
+from bench.progress import Progress
 from bench.sampling import QUICK, Timing
 from cuattn import _arrays, _plan, reference
 
@@ -75,6 +76,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, *options):
         self.start, self.options = 0.0, command.parse(["prefill", *options])
+        self.progress = Progress(terminal=False)
         self.sampling, self.cupy, self.env = QUICK, cupy, dict(ENV)
         self.rows, self.failures = [], []
         self.path = folder / "h200-2026-01-02-prefill.json"

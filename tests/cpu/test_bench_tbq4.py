@@ -11,6 +11,7 @@ import pytest
 import cuattn
 from bench import __main__ as command
 from bench import cases, checks, codec, decode, inputs, readme, roofline, run, tbq4, tiles, timing
+from bench.progress import Progress
 from bench.sampling import QUICK, Timing
 from cuattn import _arrays, _plan, reference
 
@@ -51,6 +52,7 @@ class DryRun(run.Run):
 
     def __init__(self, cupy, folder, cases=""):
         self.start, self.options = 0.0, command.parse(["tbq4", "--cases", cases])
+        self.progress = Progress(terminal=False)
         self.sampling, self.cupy, self.env = QUICK, cupy, ENV
         self.rows, self.failures, self._small_checks, self._roofs = [], [], set(), {}
         self.path = folder / "h200-2026-01-02-tbq4.json"

@@ -63,6 +63,8 @@ class DecodeCase:
     lengths : tuple of int
         Tokens of each sequence where they differ; in pages, so that memory is only what is used. `kv_len` is the
         largest.
+    warm : bool
+        Whether calls read the same caches, which L2 holds, rather than some that none of the last calls read.
     """
 
     batch: int
@@ -77,6 +79,7 @@ class DecodeCase:
     num_sink: int = 0
     num_recent: int = 0
     lengths: tuple[int, ...] = ()
+    warm: bool = False
 
     @property
     def name(self) -> str:
@@ -90,6 +93,7 @@ class DecodeCase:
             "" if self.formats == "raw16" else self.formats.replace("/", "-"),
             f"sink{self.num_sink}-recent{self.num_recent}" if self.has_kept else "",
             f"unequal{sum(self.lengths)}" if self.lengths else "",
+            "warm" if self.warm else "",
         ]
         return "-".join(filter(None, parts))
 

@@ -16,6 +16,9 @@ LARGE_SIZES = ((16, 262144), (64, 131072), (64, 262144))
 # Short contexts of one sequence: launches, the first loads and the merge are most of the time, which is to be 8 us at
 # most. A KV head of 32/4 heads has all eight query rows of a tile.
 SHORT_SHAPES, SHORT_CONTEXTS = (SHAPES[0], (32, 4, 128), SHAPES[1]), (1024, 2048, 4096)
+# Keys of one sequence, and formats, whose caches of 4 to 17 MB each half of L2 holds: as where a layer's keys have just
+# been written or read.
+WARM = ((1024, "raw16"), (4096, "raw16"), (8192, "fp8"), (8192, "tbq4"))
 # Drafted tokens: as many query tokens read the keys once, and are to take 1.15 times as long as one at most.
 DRAFT_BATCHES, DRAFT_CONTEXT, DRAFT_TOKENS = (1, 4), 32768, (2, 4, 8, 16)
 # Unequal lengths, as served batches have them: evenly spread in their logarithm, and a long one among short ones.
@@ -58,4 +61,9 @@ def decode_cases(
         DecodeCase(len(lengths), max(lengths), *first, dtype, page_size or PAGE_SIZE, lengths=lengths)
         for lengths in (GEOMETRIC, ONE_LONG)
     ]
-    return [*equal, *drafts, *unequal]
+    warm = [
+        DecodeCase(1, kv_len, *heads, dtype, page_size, formats=formats, warm=True)
+        for heads in SHAPES
+        for kv_len, formats in WARM
+    ]
+    return [*equal, *drafts, *unequal, *warm]

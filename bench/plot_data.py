@@ -83,7 +83,7 @@ def load(folder: Path) -> dict[str, Record]:
 
 def _read_rate(picture: Picture) -> float:
     """Return the fastest measured read in TB/s, of the records that the picture uses."""
-    reads = [row for record in picture.records for row in rows.decodes(record.rows, "read")]
+    reads = [row for record in picture.records for row in rows.decodes(record.rows, "read") if _records.is_plain(row)]
     if not reads:
         msg = f"no row of impl read, the roof, in {', '.join(record.path.name for record in picture.records)}"
         raise ValueError(msg)

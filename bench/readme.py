@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _records
 
-from .rows import PEERS, decodes, is_paged, kept, of_problem, problem, terabytes, tflops, value_dim
+from .rows import PEERS, decodes, is_paged, is_warm, kept, of_problem, problem, terabytes, tflops, value_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -244,7 +244,7 @@ def _decode(rows: list[Row]) -> Iterator[str]:
             f"| {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['batch']} | {row['kv_len']:,} "
             f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} | {' | '.join(others)} |"
         )
-    if lines := [*_drafts(found), *_options(found)]:
+    if lines := [*_drafts(found), *_options(found), *_warm(found)]:
         yield from ("", *lines)
     yield from ("", "Inputs rotate past L2, CUDA-graph replay, medians.", *_host(rows))
 
@@ -280,6 +280,20 @@ def _options(found: list[Row]) -> Iterator[str]:
         roof = [f"the read roof {default['roof_us']:.1f}"] if lengths else []
         where = ", ".join((_sizes(default), *lengths))
         yield f"- {where}: {', '.join((microseconds(default) + ' us', *times, *roof))}."
+
+
+def _warm(found: list[Row]) -> Iterator[str]:
+    """Yield what calls take whose keys are in L2."""
+    by_heads: dict[tuple[int, ...], list[Row]] = {}
+    for row in found:
+        if is_warm(row):
+            by_heads.setdefault((row["q_heads"], row["kv_heads"], row["head_dim"]), []).append(row)
+    for (q_heads, kv_heads, head_dim), rows in by_heads.items():
+        times = ", ".join(
+            f"{row['kv_len']:,} keys{'' if row['kv'] == row['dtype'] else ' in ' + row['kv']} {microseconds(row)}"
+            for row in rows
+        )
+        yield f"- {q_heads}/{kv_heads} heads of {head_dim}, one sequence, K and V in L2: {times} us."
 
 
 def _argument(option: str) -> str:

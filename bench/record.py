@@ -119,6 +119,8 @@ def row(
         paged.append(f"{case.token_bytes:g} bytes a token and KV head")
     if case.lengths:
         paged.append(f"lengths {min(case.lengths)} to {max(case.lengths)}, {sum(case.lengths)} in all")
+    if case.warm:
+        paged.append("warm, K and V in L2")
     if case.has_kept:
         paged.append(f"{case.num_sink} first and {case.num_recent} newest tokens kept in 16 bits")
     return Row(

@@ -8,7 +8,7 @@ from cuattn import _records
 
 from .compare import verdict
 from .readme import microseconds, replaced, source, whole_microseconds
-from .rows import PEERS, cases, problem
+from .rows import PEERS, cases, is_warm, problem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +28,11 @@ def rivals(rows: list[Row]) -> list[str]:
             other = next((other for other in same if problem(other) == problem(row)), None)
             if other is not None and other["us"] < row["us"]:
                 tokens = row["kv_len"] if row["op"] == "decode" else row["seqlen_q"]
+                where = " in L2" if is_warm(row) else ""
                 us = microseconds if row["op"] == "decode" else whole_microseconds
                 lines.append(
                     f"| {row['op']} | {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['dtype']} "
-                    f"| {row['mask']} | {row['batch']} x {tokens:,} | {name} | {us(other)} "
+                    f"| {row['mask']} | {row['batch']} x {tokens:,}{where} | {name} | {us(other)} "
                     f"| {us(row)} | {verdict(row, other)} |"
                 )
     return lines

@@ -43,6 +43,11 @@ def is_paged(row: Row) -> bool:
     return any(part.startswith("page ") for part in parts(row))
 
 
+def is_warm(row: Row) -> bool:
+    """Whether L2 has K and V before each call."""
+    return any(part.startswith("warm,") for part in parts(row))
+
+
 def of_problem(row: Row) -> tuple[str, ...]:
     """Return the parts of the note that belong to the problem."""
     return tuple(part for part in parts(row) if _OF_PROBLEM.fullmatch(part))

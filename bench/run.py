@@ -108,7 +108,7 @@ class Run:
         self.reader = roofline.Reader()
         self._scratch = cupy.zeros(2**28, cupy.uint8)
         self._small_checks: set[DecodeCase] = set()
-        self._roofs: dict[tuple[int, int], Timing] = {}
+        self._roofs: dict[tuple[int, int, bool], Timing] = {}
         self.read_clocks("clocks_before")
 
     def selected(self, op: str, all_cases: Sequence[AnyCase]) -> list[AnyCase]:
@@ -229,7 +229,7 @@ class Run:
         beside : Beside, optional
         """
         for case in selected:
-            sets, notes = self.sets(case.cache_bytes)
+            sets, notes = (1, ()) if case.warm else self.sets(case.cache_bytes)
             if sets == 0:
                 self.progress.say(f"{case.name}: skipped, its caches of {case.cache_bytes / 1e9:.1f} GB do not fit")
             elif variants := variants_of(case):
@@ -263,7 +263,7 @@ class Run:
         # Without the ends of pages that no token is in.
         nbytes = min(case.cache_bytes, case.traffic[0])
         # Shapes and batches of a topic have the same few sizes, and random bytes are random bytes.
-        key = (sets, nbytes)
+        key = (sets, nbytes, case.warm)
         if key not in self._roofs:
             self._roofs[key], shape = self.reader.roof([cache[:nbytes] for cache in arrays.caches], sampling)
             self.add(

@@ -20,8 +20,8 @@ _ROW_KEYS = (
 )  # fmt: skip
 OPTIONS = ("split_size ", "balance")
 """How parts of a note begin that are options of a call of decode."""
-SPECIAL = ("lengths ", *OPTIONS)
-"""And all that make a call another one than its columns say, beside rows kept in 16 bits."""
+SPECIAL = ("lengths ", "warm", *OPTIONS)
+"""And all that make a time another one than its columns say, beside rows kept in 16 bits."""
 _NAME = re.compile(r".+-(?P<date>\d{4}-\d{2}-\d{2})-(?P<topic>.+?)(?:-(?P<number>\d+))?\.json")
 
 
@@ -121,7 +121,7 @@ def newest(folder: Path, topic: str, gpu: str | None = None) -> Path | None:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether the columns of a row say all of its call: equal lengths, no rows kept in 16 bits, default splits."""
+    """Whether the columns of a row say all: equal lengths, no rows kept in 16 bits, default splits, cold inputs."""
     parts = row["note"].split("; ")
     return not any(part.startswith(SPECIAL) or part.endswith("kept in 16 bits") for part in parts)
 

@@ -118,12 +118,12 @@ def dry_run(numpy_for_cupy, monkeypatch, tmp_path):
 def test_cases_are_those_of_the_topic_and_named_apart():
     for options in ({}, {"dtype": "float16"}, {"page_size": 16}):
         found = decode_cases.decode_cases(**options)
-        assert len(found) == len({case.name for case in found}) == 2 * 13 + 9 + 8 + 2
+        assert len(found) == len({case.name for case in found}) == 2 * 13 + 9 + 8 + 2 + 8
     names = {case.name for case in decode_cases.decode_cases()}
     for name in (
         "d128-b1-kv8192", "d128-b4-kv262144", "d256-b16-kv131072", "d256-b64-kv32768", "d256-b1-kv1024",
         "d128-h32x4-b1-kv4096", "d128-b4-kv32768-q16", "d128-b16-kv131072-unequal290229",
-        "d128-b16-kv131072-unequal146432",
+        "d128-b16-kv131072-unequal146432", "d128-b1-kv4096-warm", "d256-b1-kv8192-tbq4-warm",
     ):  # fmt: skip
         assert name in names
     assert names.isdisjoint({"d128-b16-kv262144", "d128-b64-kv131072"})
@@ -141,7 +141,7 @@ def test_a_case_can_be_planned_in_each_of_its_variants(case):
         assert plan.balanced == variant.balance
         assert plan.split_size == (variant.split_size or 0)
     # Peers take dense caches and one token, and others' lengths are those of the caches.
-    assert case.has_peers == (case.seqlen_q == 1 and not case.lengths)
+    assert case.has_peers == (case.seqlen_q == 1 and not case.lengths and case.formats == "raw16")
 
 
 def test_without_all_no_cache_is_larger_than_nine_gigabytes():
@@ -185,7 +185,7 @@ def test_kernels_that_are_built_ahead_are_those_of_the_calls(monkeypatch):
     assert set(built) == {*(plan.config for plan in plans), "sm_90a"}
     built.clear()
     decode.build_kernels(decode_cases.decode_cases())
-    assert len(built) < 10
+    assert len(built) < 14
 
 
 # Arrays and checks
@@ -273,6 +273,40 @@ def test_without_pytorch_there_are_no_peers(dry_run):
 
     assert [line.impl for line in dry.rows] == ["read", "cuattn", "cuattn"]
     assert dry.env["peers"] == "left out: PyTorch sees no GPU"
+
+
+def test_warm_cases_read_the_same_caches_and_have_rows_and_a_roof_of_their_own(dry_run, monkeypatch, tmp_path):
+    warm = replace(EQUAL, batch=1, warm=True)
+    monkeypatch.setattr(decode_cases, "decode_cases", lambda *_, **__: [replace(warm, warm=False), warm])
+    monkeypatch.setattr(decode_cases, "INVARIANT_SIZES", ())
+    sets = []
+    monkeypatch.setattr(DryRun, "roof", lambda _, arrays, __: sets.append(len(arrays)) or (DRAWN, "shape"))
+    dry = dry_run(torch=FakeTorch())
+    dry.env["l2_bytes"] = 2**17
+
+    decode.measure(dry)
+
+    assert sets[0] > 3 * dry.env["l2_bytes"] // warm.cache_bytes
+    assert sets[1:] == [1]
+    found = [line.as_dict() for line in dry.rows]
+    assert [rows.is_warm(row) for row in found] == [False] * 5 + [True] * 5
+    assert [row["impl"] for row in found[5:]] == ["read", "cuattn", "fa3", "fa2", "cudnn"]
+    assert not any(map(_records.is_plain, found[5:]))
+    assert len(rows.cases(found)[0]) == 10
+    text = readme.block(_records.load(save(tmp_path, dry.rows)))
+    assert text.count("| 4/2 |") == 1
+    assert "- 4/2 heads of 64, one sequence, K and V in L2: 40 keys 10.0 us." in text.splitlines()
+    lines = rivals.rivals([row | {"us": 9.0} if row["impl"] == "fa3" else row for row in found])
+    assert [("1 x 40 | FlashAttention-3" in line, "1 x 40 in L2 | FlashAttention-3" in line) for line in lines] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+
+
+def test_warm_caches_leave_room_in_l2():
+    sizes = [case.cache_bytes for case in decode_cases.decode_cases() if case.warm]
+    assert len(sizes) == 8
+    # Half of an H200's, as each half of the SMs has one of its own.
+    assert max(sizes) < (60 << 20) / 2
 
 
 def test_without_a_case_that_has_peers_none_are_looked_for(dry_run):

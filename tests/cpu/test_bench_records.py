@@ -90,6 +90,7 @@ def test_rows_whose_columns_say_less_than_the_call_are_not_plain():
     for note in ("", "splits 4; tile 1x2", "page 16", "noisy", "fa3 left out: X: unbalance"):
         assert _records.is_plain(row(note=note))
     for note in (
+        "splits 4; warm, K and V in L2",
         "page 64; splits 4; lengths 3 to 9, 12 in all", "split_size 64; tile 1x2", "splits 9; balance",
         "4 first and 8 newest tokens kept in 16 bits; noisy",
     ):  # fmt: skip

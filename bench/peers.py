@@ -1,4 +1,4 @@
-"""Peers in the same run: FlashAttention-2 and cuDNN as PyTorch has them, FlashAttention-3, and products by cuBLAS."""
+"""Peers in the same run: FlashAttention-2 and cuDNN of PyTorch, FlashAttention-3, FlashInfer; products by cuBLAS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from cuattn import _arrays
 
-from . import timing
+from . import flashinfer, timing
 from .run import FAILURES
 from .sampling import QUICK
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # FlashAttention-3 is a package of its own; any wheel of it has this module.
 FA3 = "flash_attn_interface"
-IMPLS = ("fa3", *BACKENDS)
-# What a reader of their times must know: called for inference, cuDNN writes no lse, and FlashAttention always does.
-NOTES = {"fa3": (), "fa2": (), "cudnn": ("without lse",)}
+IMPLS = ("fa3", *BACKENDS, "flashinfer")
+# What a reader of their times must know: called for inference, cuDNN and FlashInfer write no lse, and FlashAttention
+# always does.
+NOTES = {"fa3": (), "fa2": (), "cudnn": ("without lse",), "flashinfer": ("without lse",)}
 # For which a peer is left out: also those of a package that is missing, or has another version's functions.
 _LEFT_OUT = (*FAILURES, AssertionError, AttributeError, ImportError, TypeError)
 # Calls without arguments, one for each set of inputs, by the form in which a peer takes them.
@@ -63,13 +64,16 @@ class Torch:
 
     def __init__(self, torch: Any) -> None:  # noqa: ANN401  the module
         self._torch = torch
+        self._flashinfer = flashinfer.FlashInfer(torch)
         torch.cuda.set_device(_arrays.import_cupy().cuda.Device().id)
 
     def __str__(self) -> str:
         cudnn = self._torch.backends.cudnn.version() or 0
         # 9.19.0 is 91900.
         found = f"PyTorch {self._torch.__version__}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
-        return ", ".join((found, *(f"{name} {version(name)}" for name in packages_distributions().get(FA3, ()))))
+        packages = packages_distributions()
+        names = dict.fromkeys((*packages.get(FA3, ()), *packages.get(flashinfer.MODULE, ())))
+        return ", ".join((found, *(f"{name} {version(name)}" for name in names)))
 
     def _stream(self, pointer: int) -> Any:  # noqa: ANN401
         # To `ExternalStream` a null pointer is no stream, and gives a new one.
@@ -89,7 +93,7 @@ class Torch:
 
         Parameters
         ----------
-        impl : {"fa3", "fa2", "cudnn"}
+        impl : {"fa3", "fa2", "cudnn", "flashinfer"}
         q, k, v : cupy.ndarray, shape (batch, tokens, heads, dim)
             As many tokens in each.
         causal : bool
@@ -97,6 +101,9 @@ class Torch:
         q, k, v = map(self.tensor, (q, k, v))
         if impl == "fa3":
             return self._fa3("flash_attn_func", q, k, v, causal=causal)
+        if impl == "flashinfer":
+            with self._on_current_stream():
+                return self._inference(self._flashinfer.attention(q, k, v, causal=causal))
         # In the order (batch, tokens, heads), which is what a projection produces, seen as (batch, heads, tokens).
         arguments = (x.transpose(1, 2) for x in (q, k, v))
         attend = self._sdpa(impl, *arguments, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
@@ -109,7 +116,7 @@ class Torch:
 
         Parameters
         ----------
-        impl : {"fa3", "fa2", "cudnn"}
+        impl : {"fa3", "fa2", "cudnn", "flashinfer"}
         q : cupy.ndarray, shape (batch, heads, head_dim)
         k, v : cupy.ndarray, shape (batch, tokens, kv_heads, head_dim)
         kv_len : cupy.ndarray, shape (batch,), int32
@@ -127,6 +134,10 @@ class Torch:
                 )
                 for pack in (True, None)
             }  # fmt: skip
+        if impl == "flashinfer":
+            with self._on_current_stream():
+                forms = self._flashinfer.decode(q, k, v)
+            return {form: self._inference(call) for form, call in forms.items()}
         k, v = (x.transpose(1, 2) for x in (k, v))
         # The query heads of a KV head are the tokens of one, so that keys are read once for all of them.
         forms = {"packed": self._sdpa(impl, q.view(batch, kv_heads, -1, head_dim), k, v)}
@@ -146,8 +157,9 @@ class Torch:
         return call
 
     def _fa3(self, name: str, *arguments: Any, **options: Any) -> Callable[[], Any]:  # noqa: ANN401
-        attend = partial(getattr(import_module(FA3), name), *arguments, **options)
+        return self._inference(partial(getattr(import_module(FA3), name), *arguments, **options))
 
+    def _inference(self, attend: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:  # noqa: ANN401
             with self._torch.inference_mode(), self._on_current_stream():
                 found = attend()
@@ -185,7 +197,8 @@ class Torch:
         return _TorchGraph(self, graph)
 
     def free(self) -> None:
-        """Give memory back that PyTorch holds and does not use."""
+        """Give memory back that PyTorch and FlashInfer hold and do not use."""
+        self._flashinfer.free()
         self._torch.cuda.empty_cache()
 
 

@@ -36,7 +36,10 @@ _DECODE_NAMES = {
     "separate": ("dequantize,\nthen decode", _PINK, "D"), "16 bits": ("16 bits", _BLUE, "o"),
     "fp8": ("fp8", _GREEN, "s"), "tbq4": ("TBQ4", _RED, "^"),
 }  # fmt: skip
-_IMPLS = {"cuattn": (_BLUE, "o"), "fa3": (_ORANGE, "s"), "cudnn": (_GREEN, "^"), "fa2": (_PINK, "D")}
+_IMPLS = {
+    "cuattn": (_BLUE, "o"), "fa3": (_ORANGE, "s"), "cudnn": (_GREEN, "^"), "fa2": (_PINK, "D"),
+    "flashinfer": (_RED, "v"),
+}  # fmt: skip
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def prefill(records: dict[str, Record]) -> Picture:
                 and [row["q_heads"], row["kv_heads"]] == heads and not rows.is_paged(row)
             ]  # fmt: skip
             series = {}
-            for impl in ("cuattn", *rows.PEERS):
+            for impl in ("cuattn", *rows.peers_of(record.rows)):
                 points = sorted((row["seqlen_q"], _rounded(rows.tflops(row))) for row in whole if row["impl"] == impl)
                 if points:
                     series[impl] = [list(point) for point in points]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuattn import _records
 
-from .rows import PEERS, decodes, is_paged, is_warm, kept, of_problem, problem, terabytes, tflops, value_dim
+from .rows import PEERS, decodes, is_paged, is_warm, kept, of_problem, peers_of, problem, terabytes, tflops, value_dim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from cuattn._records import Record, Row
@@ -27,17 +27,18 @@ _HEADER = (
     "|---|---|---|---|---|---|---|---|---|",
 )
 _PROMPT_HEADER = (
-    "| query/KV heads | head_dim | dtype | mask | prompts | us | TFLOP/s | of cuBLAS | FA3 | cuDNN | FA2 |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
+    "| query/KV heads | head_dim | dtype | mask | prompts | us | TFLOP/s | of cuBLAS |",
+    "|---|---|---|---|---|---|---|---|",
 )
 _CHUNK_HEADER = (
     "| query/KV heads | head_dim | new | keys | 16 bits: us | TFLOP/s | dense | TBQ4: us | TFLOP/s | dense | speed |",
     "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 _DECODE_HEADER = (
-    "| query/KV heads | head_dim | batch | keys | us | TB/s of K, V | of the read roof | FA3 us | cuDNN us | FA2 us |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| query/KV heads | head_dim | batch | keys | us | TB/s of K, V | of the read roof |",
+    "|---|---|---|---|---|---|---|",
 )
+_SHORT = {"fa3": "FA3", "cudnn": "cuDNN", "fa2": "FA2", "flashinfer": "FlashInfer"}
 _SLOWER = "SMs slow down under some of these loads: rows of the record say so."
 _DECODE_INTRO = (
     "Decode of one query token, {dtype}, merge included; the read roof is a kernel that reads the same bytes and does "
@@ -45,8 +46,9 @@ _DECODE_INTRO = (
 )
 _DECODE_PEERS = (
     "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
-    "has them, each as it is called fastest.\n" + _SLOWER
+    "has them, each as it is called fastest.{flashinfer}\n" + _SLOWER
 )
+_DECODE_FLASHINFER = " FlashInfer, too, on pages of 16."
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
     "tbq4": "![Time of decode against the context, 16 bits, TBQ4 and dequantize, then decode](docs/figures/decode.png)",
@@ -69,6 +71,12 @@ _INTRO = (
     "One query token, bfloat16, K and V in {name}, merge included. Bytes are those of a token and KV head, K and V; the"
     "\nread roof is for as many bytes as that cache has; ratio is 16-bit time by its time.\n" + _SLOWER
 )
+
+
+def _with_peers(header: Sequence[str], impls: Sequence[str], unit: str = "") -> list[str]:
+    """Return the two lines of a table's head with a column for each peer behind the others."""
+    names, rule = header
+    return [names + "".join(f" {_SHORT[impl]}{unit} |" for impl in impls), rule + "---|" * len(impls)]
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -156,14 +164,15 @@ def whole_microseconds(row: Row | None) -> str:
 
 def _prompts(rows: list[Row]) -> Iterator[str]:
     """Yield whole prompts, each beside its peers."""
-    yield from _PROMPT_HEADER
+    impls = peers_of(rows)
+    yield from _with_peers(_PROMPT_HEADER, impls)
     names = ("dtype", "q_heads", "kv_heads", "head_dim", "batch", "seqlen_q", "kv_len", "mask")
     peers = {(row["impl"], *(row[name] for name in names)): row for row in rows if row["impl"] in PEERS}
     for row in rows:
         if row["impl"] != "cuattn" or row["seqlen_q"] != row["kv_len"]:
             continue
         dims = f"{row['head_dim']}" + ("" if value_dim(row) == row["head_dim"] else f"/{value_dim(row)}")
-        others = (peers.get((impl, *(row[name] for name in names))) for impl in PEERS)
+        others = (peers.get((impl, *(row[name] for name in names))) for impl in impls)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
             f"| {row['batch']} x {row['seqlen_q']:,} | {whole_microseconds(row)} | {_rate(row)} "
@@ -228,18 +237,18 @@ def microseconds(row: Row | None) -> str:
 
 
 def _decode(rows: list[Row]) -> Iterator[str]:
-    found = decodes(rows)
+    found, impls = decodes(rows), peers_of(rows)
     peers = {(row["impl"], *problem(row)): row for row in rows if row["impl"] in PEERS}
     if found:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[found[0]["dtype"]]
         yield _DECODE_INTRO.format(dtype=dtype)
         if peers:
-            yield _DECODE_PEERS
-        yield from ("", *_DECODE_HEADER)
+            yield _DECODE_PEERS.format(flashinfer=_DECODE_FLASHINFER if "flashinfer" in impls else "")
+        yield from ("", *_with_peers(_DECODE_HEADER, impls, " us"))
     for row in found:
         if row["seqlen_q"] > 1 or not _records.is_plain(row):
             continue
-        others = (microseconds(peers.get((impl, *problem(row)))) for impl in PEERS)
+        others = (microseconds(peers.get((impl, *problem(row)))) for impl in impls)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['batch']} | {row['kv_len']:,} "
             f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} | {' | '.join(others)} |"

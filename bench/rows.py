@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from cuattn._records import Row
 
 PROBLEM = ("op", "dtype", "kv", "head_dim", "q_heads", "kv_heads", "batch", "seqlen_q", "kv_len", "mask")
-PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
+PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2", "flashinfer": "FlashInfer"}
 """Implementations beside ours, in the order of columns and legends."""
+_RARE = ("flashinfer",)
 # Parts of a note that belong to the problem, and those that tell trials of one problem apart.
 _OF_PROBLEM = re.compile(rf"page \d+|value_dim \d+|with mean|({'|'.join(_records.SPECIAL)}).*|.*kept in 16 bits")
 _OF_TRIAL = re.compile(r"splits \d+|(tile|table stride) .+")
@@ -66,6 +67,12 @@ def tflops(row: Row) -> float:
 def terabytes(row: Row) -> float:
     """Return TB/s."""
     return float(row["bytes"] / row["us"] / 1e6)
+
+
+def peers_of(rows: Iterable[Row]) -> list[str]:
+    """Return the implementations beside ours for which there is a place: those of every run, and what has rows."""
+    there = {row["impl"] for row in rows}
+    return [impl for impl in PEERS if impl in there or impl not in _RARE]
 
 
 def decodes(rows: Iterable[Row], impl: str = "cuattn") -> list[Row]:

@@ -81,6 +81,7 @@ class FakeTorch:
         if impl in self.broken:
             raise ModuleNotFoundError(f"No module named {impl!r}; install it")
         forms = {"fa3": ("pack_gqa=True", "pack_gqa=None"), "cudnn": ("packed", "enable_gqa"), "fa2": ("packed",)}
+        forms["flashinfer"] = ("tensor cores", "CUDA cores")
         scale = {name: 2.0 if f"{impl} {name}" in self.wrong else None for name in forms[impl]}
         return {
             name: lambda name=name: cuattn.decode(q, k, v, kv_len, softmax_scale=scale[name]) for name in forms[impl]
@@ -250,12 +251,14 @@ def test_the_topic_has_a_complete_row_of_everything(dry_run):
     written = json.loads(dry.path.read_text())
     assert written["env"]["peers"] == "PyTorch 2.11.0, cuDNN 9.19.0"
     found = written["rows"]
-    peers_of = ["fa3", "fa2", "cudnn"]
+    peers_of = ["fa3", "fa2", "cudnn", "flashinfer"]
     assert [row["impl"] for row in found] == [
         "read", "cuattn", *peers_of, "read", "cuattn", *peers_of, "cuattn", "cuattn", "read", "cuattn", "cuattn"
     ]  # fmt: skip
     assert all(row["op"] == "decode" and row["roof_us"] == 5.0 and row["bytes"] > 0 for row in found)
-    assert [row["note"] for row in found[2:5]] == ["pack_gqa=True", "packed", "without lse; packed"]
+    assert [row["note"] for row in found[2:6]] == [
+        "pack_gqa=True", "packed", "without lse; packed", "without lse; tensor cores"
+    ]  # fmt: skip
     special = [row for row in found if row["impl"] == "cuattn" and not _records.is_plain(row)]
     assert ["split_size 64" in row["note"] for row in special] == [True, False, False]
     assert ["balance" in row["note"] for row in special] == [False, False, True]
@@ -289,10 +292,10 @@ def test_warm_cases_read_the_same_caches_and_have_rows_and_a_roof_of_their_own(d
     assert sets[0] > 3 * dry.env["l2_bytes"] // warm.cache_bytes
     assert sets[1:] == [1]
     found = [line.as_dict() for line in dry.rows]
-    assert [rows.is_warm(row) for row in found] == [False] * 5 + [True] * 5
-    assert [row["impl"] for row in found[5:]] == ["read", "cuattn", "fa3", "fa2", "cudnn"]
-    assert not any(map(_records.is_plain, found[5:]))
-    assert len(rows.cases(found)[0]) == 10
+    assert [rows.is_warm(row) for row in found] == [False] * 6 + [True] * 6
+    assert [row["impl"] for row in found[6:]] == ["read", "cuattn", "fa3", "fa2", "cudnn", "flashinfer"]
+    assert not any(map(_records.is_plain, found[6:]))
+    assert len(rows.cases(found)[0]) == 12
     text = readme.block(_records.load(save(tmp_path, dry.rows)))
     assert text.count("| 4/2 |") == 1
     assert "- 4/2 heads of 64, one sequence, K and V in L2: 40 keys 10.0 us." in text.splitlines()
@@ -325,7 +328,7 @@ def test_a_peer_that_is_wrong_or_missing_is_left_out_with_a_note(dry_run):
     decode.measure(dry)
 
     assert dry.failures == []
-    assert [line.impl for line in dry.rows] == ["read", "cuattn", "cudnn", "cuattn"]
+    assert [line.impl for line in dry.rows] == ["read", "cuattn", "cudnn", "flashinfer", "cuattn"]
     assert dry.rows[1].notes[-2] == "fa3 left out: ModuleNotFoundError: No module named 'fa3', install it"
     assert dry.rows[1].notes[-1].startswith("fa2 left out: WrongResultError: sequence 0, query heads 0 to 1: error")
     assert dry.rows[2].notes[:2] == ("without lse", "packed")
@@ -342,6 +345,7 @@ def test_the_faster_form_of_a_peer_is_kept(monkeypatch):
     assert missing == ()
     assert {impl: (other.timing.us, other.notes) for impl, other in found.items()} == {
         "fa3": (10.0, ("fast",)), "fa2": (10.0, ("fast",)), "cudnn": (10.0, ("without lse", "fast")),
+        "flashinfer": (10.0, ("without lse", "fast")),
     }  # fmt: skip
 
 
@@ -414,7 +418,8 @@ def test_each_form_of_each_peer_gives_what_decode_gives(torch, dtype):
     expected = arrays.expected()
     q, k, v, kv_len = arrays.arguments()[0]
 
-    forms = {impl: torch.peer.decode(impl, q, k, v, kv_len) for impl in peers.IMPLS}
+    # FlashInfer has tests of its own.
+    forms = {impl: torch.peer.decode(impl, q, k, v, kv_len) for impl in ("fa3", *peers.BACKENDS)}
     for calls in forms.values():
         for call in calls.values():
             expected.check(torch.peer.result(call(), arrays.case.q_shape, cases.DTYPES[dtype]))
@@ -484,7 +489,7 @@ def save(folder, lines, **env):
 
 
 def test_readme_and_rivals_are_written_from_a_run(dry_run, tmp_path):
-    dry = dry_run(torch=FakeTorch(broken=("fa2",)), peers_are="PyTorch 2.11.0")
+    dry = dry_run(torch=FakeTorch(broken=("fa2", "flashinfer")), peers_are="PyTorch 2.11.0")
     decode.measure(dry)
     us = {"cuattn": 20.0, "fa3": 18.04, "cudnn": 30.0}
     lines = [replace(line, us=us.get(line.impl, line.us)) for line in dry.rows]

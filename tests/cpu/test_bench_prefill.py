@@ -266,7 +266,9 @@ def test_the_topic_has_a_complete_row_of_everything(dry_run):
     assert all(list(row) == ROW_KEYS for row in rows)
     assert [(row["impl"], row["dtype"]) for row in rows] == [
         ("cublas", "bf16"), ("cuattn", "bf16"), ("fa3", "bf16"), ("fa2", "bf16"), ("cudnn", "bf16"),
+        ("flashinfer", "bf16"),
         ("cublas", "fp16"), ("cuattn", "fp16"), ("fa3", "fp16"), ("fa2", "fp16"), ("cudnn", "fp16"),
+        ("flashinfer", "fp16"),
         *[("cuattn", "bf16")] * 6,
     ]  # fmt: skip
     # 1024 FLOPs take 10 us.
@@ -307,7 +309,7 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out_with_a_note(dry_run):
     prefill.measure(dry)
 
     assert dry.failures == []
-    assert [row.impl for row in dry.rows] == ["cublas", "cuattn", "fa3", "cuattn"]
+    assert [row.impl for row in dry.rows] == ["cublas", "cuattn", "fa3", "flashinfer", "cuattn"]
     wrong, broken = dry.rows[1].notes[-2:]
     assert wrong.startswith("fa2 left out: WrongResultError: out of sequence 0")
     assert broken == "cudnn left out: RuntimeError: No available kernel. Aborting execution."

@@ -20,7 +20,8 @@ _PAGE_SIZE = 16
 class FlashInfer:
     """Calls of FlashInfer on tensors of the current device.
 
-    A call is planned once, on the host, and runs many times: sizes and lengths make a plan, and tensors do not.
+    A call is planned on the host when it is first made, and then runs many times: sizes and lengths make a plan, and
+    tensors do not. So what FlashInfer has no kernel for raises when it is called.
 
     Parameters
     ----------
@@ -37,14 +38,16 @@ class FlashInfer:
         self._plans.clear()
         self._workspace = None
 
-    def _planned(self, key: tuple[object, ...], kind: str, options: dict[str, Any], **plan: Any) -> Any:  # noqa: ANN401
+    def _run(
+        self, inputs: tuple[Any, ...], key: tuple[object, ...], kind: str, options: dict[str, Any], plan: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
         if key not in self._plans:
             if self._workspace is None:
                 self._workspace = self._torch.zeros(_WORKSPACE_BYTES, dtype=self._torch.uint8, device="cuda")
             wrapper = getattr(import_module(MODULE), kind)(self._workspace, "NHD", **options)
             wrapper.plan(**plan)
             self._plans[key] = wrapper
-        return self._plans[key]
+        return self._plans[key].run(*inputs)
 
     def _ends(self, count: int, each: int) -> Any:  # noqa: ANN401
         return self._torch.arange(0, (count + 1) * each, each, dtype=self._torch.int32, device="cuda")
@@ -62,20 +65,19 @@ class FlashInfer:
         page_size = math.gcd(tokens, _PAGE_SIZE)
         pages = batch * tokens // page_size
         cache = tuple(x.view(pages, page_size, kv_heads, head_dim) for x in (k, v))
-        forms = {}
-        for form, on_tensor_cores in (("tensor cores", True), ("CUDA cores", False)):
-            wrapper = self._planned(
-                ("decode", form, tuple(q.shape), tuple(k.shape), q.dtype),
-                "BatchDecodeWithPagedKVCacheWrapper",
-                {"use_tensor_cores": on_tensor_cores},
-                indptr=self._ends(batch, tokens // page_size),
-                indices=self._ends(pages - 1, 1),
-                last_page_len=self._torch.full((batch,), page_size, dtype=self._torch.int32, device="cuda"),
-                num_qo_heads=q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-                q_data_type=q.dtype, kv_data_type=q.dtype,
-            )  # fmt: skip
-            forms[form] = partial(wrapper.run, q, cache)
-        return forms
+        plan = {
+            "indptr": self._ends(batch, tokens // page_size), "indices": self._ends(pages - 1, 1),
+            "last_page_len": self._torch.full((batch,), page_size, dtype=self._torch.int32, device="cuda"),
+            "num_qo_heads": q.shape[1], "num_kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size,
+            "q_data_type": q.dtype, "kv_data_type": q.dtype,
+        }  # fmt: skip
+        return {
+            form: partial(
+                self._run, (q, cache), ("decode", form, tuple(q.shape), tuple(k.shape), q.dtype),
+                "BatchDecodeWithPagedKVCacheWrapper", {"use_tensor_cores": on_tensor_cores}, plan,
+            )
+            for form, on_tensor_cores in (("tensor cores", True), ("CUDA cores", False))
+        }  # fmt: skip
 
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool) -> Callable[[], Any]:  # noqa: ANN401
         """Return a call for prompts; its result has q's tokens of all prompts along one axis.
@@ -88,11 +90,10 @@ class FlashInfer:
         """
         batch, tokens, heads, dim = q.shape
         ends = self._ends(batch, tokens)
-        wrapper = self._planned(
-            ("attention", causal, tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype),
-            "BatchPrefillWithRaggedKVCacheWrapper",
-            {},
-            qo_indptr=ends, kv_indptr=ends, num_qo_heads=heads, num_kv_heads=k.shape[2], head_dim_qk=dim,
-            head_dim_vo=v.shape[3], causal=causal, q_data_type=q.dtype,
-        )  # fmt: skip
-        return partial(wrapper.run, *(x.flatten(0, 1) for x in (q, k, v)))
+        plan = {
+            "qo_indptr": ends, "kv_indptr": ends, "num_qo_heads": heads, "num_kv_heads": k.shape[2], "head_dim_qk": dim,
+            "head_dim_vo": v.shape[3], "causal": causal, "q_data_type": q.dtype,
+        }  # fmt: skip
+        key = ("attention", causal, tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype)
+        rows = tuple(x.flatten(0, 1) for x in (q, k, v))
+        return partial(self._run, rows, key, "BatchPrefillWithRaggedKVCacheWrapper", {}, plan)

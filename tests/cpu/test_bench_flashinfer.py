@@ -40,6 +40,11 @@ def made(monkeypatch):
             self.planned = SimpleNamespace(**plan)
 
     class Decode(Wrapper):
+        def plan(self, **plan):
+            if not self.options["use_tensor_cores"] and plan["num_qo_heads"] == 6 * plan["num_kv_heads"]:
+                raise RuntimeError("Unsupported group_size: 6")
+            super().plan(**plan)
+
         def run(self, q, cache):
             self.runs += 1
             plan, out = self.planned, []
@@ -95,10 +100,10 @@ def test_decode_sees_dense_caches_as_pages(peer, made, tokens, page_size):
     q, k, v = arrays((3, 6, 64), (3, tokens, 2, 64), (3, tokens, 2, 64))
     forms = peer.decode(q, k, v)
     assert list(forms) == ["tensor cores", "CUDA cores"]
-    assert [wrapper.options for wrapper in made] == [{"use_tensor_cores": True}, {"use_tensor_cores": False}]
     want = reference.decode(q, k, v, np.full(3, tokens, np.int32))
     for call in forms.values():
         np.testing.assert_array_equal(call(), want)
+    assert [wrapper.options for wrapper in made] == [{"use_tensor_cores": True}, {"use_tensor_cores": False}]
     assert [wrapper.planned.page_size for wrapper in made] == [page_size] * 2
     assert all(wrapper.planned.indptr.dtype == np.int32 for wrapper in made)
 
@@ -115,15 +120,22 @@ def test_prompts_are_a_ragged_batch(peer, made, causal):
 def test_calls_of_one_size_share_a_plan_and_all_share_the_workspace(peer, made):
     sets = [arrays((1, 4, 64), (1, 32, 4, 64), (1, 32, 4, 64)) for _ in range(3)]
     calls = [call for each in sets for call in peer.decode(*each).values()]
-    peer.decode(*arrays((1, 8, 64), (1, 32, 4, 64), (1, 32, 4, 64)))
-    assert len(made) == 4
-    assert len({id(wrapper.workspace) for wrapper in made}) == 1
-    for call in calls:
+    other = peer.decode(*arrays((1, 8, 64), (1, 32, 4, 64), (1, 32, 4, 64)))
+    assert made == []
+    for call in (*calls, *other.values()):
         call()
-    assert [wrapper.runs for wrapper in made] == [3, 3, 0, 0]
+    assert [wrapper.runs for wrapper in made] == [3, 3, 1, 1]
+    assert len({id(wrapper.workspace) for wrapper in made}) == 1
     peer.free()
-    peer.decode(*sets[0])
-    assert len(made) == 6
+    calls[0]()
+    assert len(made) == 5
+
+
+def test_a_form_without_a_kernel_leaves_the_other(peer, made):
+    forms = peer.decode(*arrays((1, 12, 64), (1, 32, 2, 64), (1, 32, 2, 64)))
+    with pytest.raises(RuntimeError, match="group_size"):
+        forms["CUDA cores"]()
+    assert forms["tensor cores"]().shape == (1, 12, 64)
 
 
 def test_without_the_package_the_reason_is_told(peer, monkeypatch):

@@ -403,7 +403,8 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
 #pragma unroll
   for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
   u32 slot = 0;  // offset in the ring of the tile in use
-  // A step is plain if no key of it is hidden, both tiles that it loads are whole, and scores are not capped.
+  // A step is plain if no key of it is hidden, both tiles that it loads are whole or past the last, and scores are not
+  // capped.
   const auto take_step = [&](auto is_plain, int key0, bool masked) {
     constexpr bool PLAIN = is_plain.value;
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
@@ -477,7 +478,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
   for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::KEYS_PER_STEP) {
     const KeyRange full = REGISTERS_ARE_SCARCE ? full_range() : held_full;
     const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
-    if (PLAIN_STEPS && !masked && p.softcap_log2 == 0.f && loader.next_are_whole()) {
+    if (PLAIN_STEPS && !masked && p.softcap_log2 == 0.f && loader.next_are_plain()) {
       take_step(Constant<true>{}, key0, masked);
     } else {
       take_step(Constant<false>{}, key0, masked);

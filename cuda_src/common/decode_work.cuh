@@ -168,9 +168,10 @@ __device__ __forceinline__ void find_keys(const DecodeParams& p, int length, Wor
   const bool many_steps = (hi - lo) / cfg::KEYS_PER_STEP >= cfg::MANY_STEPS * w.num_splits;
   const int unit = many_steps ? cfg::KEYS_PER_STEP : cfg::TILE_KV;
   const int units = (hi - lo + unit - 1) / unit;
+  // Those that have one unit more are not the first, whose first tile takes more time if keys are hidden there.
   const int per_split = units / w.num_splits, rest = units - per_split * w.num_splits;
   const auto begin_of = [&](int split) {
-    const int even = split * per_split + min(split, rest);  // at most the number of units
+    const int even = split * per_split + min(max(split - 1, 0), rest);  // at most the number of units
     const int dense = min(units, split * ((cfg::MIN_SPLIT + unit - 1) / unit));
     return static_cast<int>(min(static_cast<i64>(hi), lo + static_cast<i64>(max(even, dense)) * unit));
   };

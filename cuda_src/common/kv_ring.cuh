@@ -272,33 +272,36 @@ struct Loader {
   __device__ __forceinline__ bool is_whole(int position, int slot) const {
     return position >= first && position + cfg::TILE_KV <= end && slot + cfg::TILE_KV <= pages.size();
   }
-  // Whether the two tiles that a step loads are whole.
-  __device__ __forceinline__ bool next_are_whole() const {
+  // Whether the two tiles that a step loads are whole, or past the last. So the last steps of a warp, which load none,
+  // are plain too: what is rarely needed would first have to be fetched as code, for a step that takes 2 us.
+  __device__ __forceinline__ bool next_are_plain() const {
+    const auto is_plain = [&](int position) { return position >= end || is_whole(position, pages.slot(position)); };
     if constexpr (LOADS_K<true>) {
-      return is_whole(key0, pages.slot(key0));
+      return is_plain(key0);
     } else {
-      return whole && is_whole(key0 + cfg::KEYS_PER_STEP, pages.slot(key0 + cfg::KEYS_PER_STEP));
+      return (whole || key0 >= end) && is_plain(key0 + cfg::KEYS_PER_STEP);
     }
   }
 
-  // One group each, empty past the last tile, so that a wait can count groups. WHOLE: the tile is known to be so.
-  template <bool WHOLE = false>
+  // One group each, empty past the last tile, so that a wait can count groups. PLAIN: the tile is known to be whole if
+  // there is one.
+  template <bool PLAIN = false>
   __device__ __forceinline__ void load_k(u32 slot, int lane) {
     const int first_slot = pages.slot(key0);
-    whole = WHOLE || is_whole(key0, first_slot);
+    whole = PLAIN ? key0 < end : is_whole(key0, first_slot);
     if (whole) {
       if (!pages.dense) point(__shfl_sync(FULL_MASK, next_page, 0), first_slot, lane);
       k.load(ring + slot, lane);
-    } else {
+    } else if constexpr (!PLAIN) {
       load_any(k, slot, lane);
     }
     ptx::cp_async_commit();
   }
-  template <bool WHOLE = false>
+  template <bool PLAIN = false>
   __device__ __forceinline__ void load_v(u32 slot, int lane) {
-    if (WHOLE || whole) {
+    if (whole) {
       v.load(ring + slot, lane);
-    } else {
+    } else if constexpr (!PLAIN) {
       load_any(v, slot, lane);
     }
     ptx::cp_async_commit();
@@ -335,12 +338,12 @@ struct Loader {
     }
   }
   // The tile that follows the one in use, in `slot`, by NUM_STAGES - 1, into the slot of the one before.
-  template <bool AFTER_K, bool WHOLE>
+  template <bool AFTER_K, bool PLAIN>
   __device__ __forceinline__ void load_ahead(u32 slot, int lane) {
     if constexpr (LOADS_K<AFTER_K>) {
-      load_k<WHOLE>(slot_before<AFTER_K>(slot), lane);
+      load_k<PLAIN>(slot_before<AFTER_K>(slot), lane);
     } else {
-      load_v<WHOLE>(slot_before<AFTER_K>(slot), lane);
+      load_v<PLAIN>(slot_before<AFTER_K>(slot), lane);
     }
   }
 };

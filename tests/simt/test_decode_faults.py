@@ -104,7 +104,7 @@ def nan_of_the_newest_value(arrays: Arrays) -> Arrays:
 def in_the_next_group(stream: str, problem: Problem) -> Fault:
     """Norms of whole tiles of a stream, "k" or "v", are copied once the group of their rows is closed."""
     end = {
-        "k": "}\n  template <bool WHOLE = false>\n  __device__ __forceinline__ void load_v",
+        "k": "}\n  template <bool PLAIN = false>\n  __device__ __forceinline__ void load_v",
         "v": "key0 += cfg::KEYS_PER_STEP;",
     }[stream]
     old, commit = "load_norms(slot, norms_at, true, lane);", "ptx::cp_async_commit();"
@@ -229,7 +229,7 @@ FAULTS = {
     "a step with capped scores is plain": in_decode(
         replace(LONG, softcap=2.0), "p.softcap_log2 == 0.f && loader", "loader"
     ),
-    "a step that loads the end of a sequence is plain": in_decode(LONG, "loader.next_are_whole()", "true"),
+    "a step that loads the end of a sequence is plain": in_decode(LONG, "loader.next_are_plain()", "true"),
     "the weight of a hidden row is not zeroed": in_decode(
         replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
         spoil=infinite_norm_of_the_newest_value,

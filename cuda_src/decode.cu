@@ -331,14 +331,34 @@ __device__ __forceinline__ u8* ring_of(Smem& sm, int warp) {
   return sm.ring[warp - cfg::WARPS_BELOW];
 }
 
-__device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const Work& w, u8* ring, int warp,
+__device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const Work& w, u8* ring, int begin,
                                                     int lane) {
   const u8* table = reinterpret_cast<const u8*>(p.page_table);
   const PageTable pages{table == nullptr ? nullptr : table + w.batch * p.page_table_stride_batch,
                         p.page_table_stride_page, Divisor(p.page_size, p.page_reciprocal), w.batch,
                         table == nullptr && w.end <= p.page_size};
-  return Loader<K, V>(p, pages, ring, w.first, w.end, w.begin + warp * cfg::TILE_KV, lane);
+  return Loader<K, V>(p, pages, ring, w.first, w.end, begin, lane);
 }
+
+// The tiles of a warp, every NUM_WARPS-th of the split's. If the last one is not whole it comes first: then it is
+// loaded before the loop, whose loads are all plain, and no other code is needed for it. What the SM has not executed
+// before takes microseconds to get there.
+struct Order {
+  int begin;  // of the first one
+  bool is_there;
+  int next, end;  // the others, every KEYS_PER_STEP keys
+  bool turned;
+
+  __device__ __forceinline__ Order(const Work& w, int warp) {
+    const int start = w.begin + warp * cfg::TILE_KV;
+    is_there = start < w.end;
+    const int last = start + (w.end - 1 - start) / cfg::KEYS_PER_STEP * cfg::KEYS_PER_STEP;
+    turned = PLAIN_STEPS && last > start && last + cfg::TILE_KV > w.end;
+    begin = turned ? last : start;
+    next = turned ? start : start + cfg::KEYS_PER_STEP;
+    end = turned ? last : w.end;
+  }
+};
 
 // The split's keys: their softmax state and their share of the result, of every warp, in shared memory.
 template <class Source>
@@ -346,7 +366,8 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
                                        const typename KHead::QueryPart& query_part) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   u8* ring = ptx::opaque_shared(ring_of(sm, warp));
-  Loader<K, V> loader = make_loader(p, w, ring, warp, lane);
+  Order order(w, warp);
+  Loader<K, V> loader = make_loader(p, w, ring, order.begin, lane);
   const auto load = [&](int i) {
     if (i % 2 == 0) {
       if (i >= 2) loader.k.store_norms(ring + Loader<K, V>::slot_of(i - 2), lane);
@@ -358,8 +379,12 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
   };
   // Where norms are late, a third tile waits for those of the first, so the rest comes right before the loop.
   constexpr int BEFORE_Q = NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1;
+  static_assert(!PLAIN_STEPS || BEFORE_Q >= 2, "both tiles of the first step are loaded before the loop");
 #pragma unroll
-  for (int i = 0; i < BEFORE_Q; ++i) load(i);
+  for (int i = 0; i < BEFORE_Q; ++i) {
+    load(i);
+    if (PLAIN_STEPS && i == 1 && order.turned) loader.go_to(order.next, order.end, lane);
+  }
   const auto mean_of = [&](int row) {
     return p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM;
   };
@@ -403,10 +428,15 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
 #pragma unroll
   for (int i = BEFORE_Q; i < cfg::NUM_STAGES - 1; ++i) load(i);
   u32 slot = 0;  // offset in the ring of the tile in use
-  // A step is plain if no key of it is hidden, both tiles that it loads are whole or past the last, and scores are not
-  // capped.
+  // A step is plain if rows see the same keys of it, both tiles that it loads are whole or past the last, and scores
+  // are not capped.
   const auto take_step = [&](auto is_plain, int key0, bool masked) {
     constexpr bool PLAIN = is_plain.value;
+    // Whether accumulator e of key block i of a plain step is of a hidden key.
+    const auto is_hidden = [&](int i, int e) {
+      const int key = key0 + tile_row(g) + i * 16 + e / 2 * 8;
+      return key < held_full.lo || key >= held_full.hi;
+    };
     ptx::cp_async_wait<cfg::NUM_STAGES - 2>();
     loader.template store_norms<true>(slot, lane);
     __syncwarp();  // K of this step is visible to all lanes, and all have read the slot refilled next
@@ -418,6 +448,16 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
 
     const ScoreScale scores = REGISTERS_ARE_SCARCE ? ScoreScale(p, sm, lane) : held_scores;
     scores.apply(s, PLAIN ? 0.f : p.softcap_log2);
+    if (PLAIN && masked) {
+#pragma unroll
+      for (int n = 0; n < cfg::ROW_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < KEY_BLOCKS; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[i][n][e] = is_hidden(i, e) ? neg_inf() : s[i][n][e];
+        }
+      }
+    }
     if (!PLAIN && masked) {
 #pragma unroll
       for (int n = 0; n < cfg::ROW_TILES; ++n) {
@@ -455,7 +495,8 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
     }
     if constexpr (V::NORMS > 0) {
       if (!PLAIN && masked) {
-        // A hidden row's norm may be anything, and zero times infinity is NaN.
+        // A hidden row's norm may be anything, and zero times infinity is NaN. What no row sees is zeros, with such a
+        // norm.
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll
@@ -475,10 +516,12 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
     }
     slot = Loader<K, V>::next_slot<false>(slot);
   };
-  for (int key0 = w.begin + warp * cfg::TILE_KV; key0 < w.end; key0 += cfg::KEYS_PER_STEP) {
+  const bool same_for_all = p.seqlen_q == 1 && p.tree_mask == nullptr;
+  for (int key0 = order.begin; order.is_there; key0 = order.next, order.next += cfg::KEYS_PER_STEP) {
+    order.is_there = order.next < order.end;
     const KeyRange full = REGISTERS_ARE_SCARCE ? full_range() : held_full;
     const bool masked = key0 < full.lo || key0 + cfg::TILE_KV > full.hi;
-    if (PLAIN_STEPS && !masked && p.softcap_log2 == 0.f && loader.next_are_plain()) {
+    if (PLAIN_STEPS && (!masked || same_for_all) && p.softcap_log2 == 0.f && loader.next_are_plain()) {
       take_step(Constant<true>{}, key0, masked);
     } else {
       take_step(Constant<false>{}, key0, masked);

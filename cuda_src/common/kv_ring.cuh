@@ -246,6 +246,14 @@ struct Loader {
     next_page = position >= first && position < end ? pages.page(position) : pages.dense_page;
   }
 
+  // To `position`, from which on all tiles before `before` are loaded.
+  __device__ __forceinline__ void go_to(int position, int before, int lane) {
+    key0 = position;
+    end = before;
+    look_ahead(lane);
+    point(next_page, pages.slot(key0), lane);
+  }
+
   // Offset in the ring of the i-th slot, and of those after and before that of a tile of K or of V.
   static constexpr u32 slot_of(int i) { return i / 2 * (SLOT_BYTES<K> + SLOT_BYTES<V>)+i % 2 * SLOT_BYTES<K>; }
   template <bool IS_K>

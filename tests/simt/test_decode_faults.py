@@ -223,13 +223,23 @@ FAULTS = {
     "norms of several heads in the order of rows": in_common(
         "kv_ring", HEADS, "(row % 8 * ROWS + row / 8) * 2 * Kv::NORMS", "row * 2 * Kv::NORMS"
     ),
-    "a step with hidden keys is plain": in_decode(
-        replace(LONG, window=(1500, 0)), "PLAIN_STEPS && !masked &&", "PLAIN_STEPS &&"
+    "a step of which rows see other keys is plain": in_decode(
+        replace(LONG, seqlen_q=4, values="late_max"), "(!masked || same_for_all)", "(same_for_all || true)"
     ),
+    "hidden keys of a plain step are seen": in_decode(
+        replace(LONG, kv_len=(300,), window=(12, 0)), "return key < held_full.lo ||", "return"
+    ),
+    "keys past the end of a plain step are seen": in_decode(
+        LONG, "return key < held_full.lo || key >= held_full.hi;", "return key < held_full.lo;"
+    ),
+    "the last tile comes first and no other follows": in_decode(LONG, "i == 1 && order.turned", "false"),
+    "the last tile comes first and last": in_decode(LONG, "end = turned ? last : w.end;", "end = w.end;"),
     "a step with capped scores is plain": in_decode(
         replace(LONG, softcap=2.0), "p.softcap_log2 == 0.f && loader", "loader"
     ),
-    "a step that loads the end of a sequence is plain": in_decode(LONG, "loader.next_are_plain()", "true"),
+    "a step that loads a tile of two pages is plain": in_decode(
+        replace(LONG, page_size=40), "loader.next_are_plain()", "true"
+    ),
     "the weight of a hidden row is not zeroed": in_decode(
         replace(CODES, page_size=None), "weights[part][i][n][e] = 0.f;", "weights[part][i][n][e] *= 1.f;",
         spoil=infinite_norm_of_the_newest_value,

@@ -38,6 +38,8 @@ _DECODE_HEADER = (
     "| query/KV heads | head_dim | batch | keys | us | TB/s of K, V | of the read roof |",
     "|---|---|---|---|---|---|---|",
 )
+# In the place of a peer that has no time: the note of our row says why, if it was asked for one.
+_NONE = "-"
 _SHORT = {"fa3": "FA3", "cudnn": "cuDNN", "fa2": "FA2", "flashinfer": "FlashInfer"}
 _SLOWER = "SMs slow down under some of these loads: rows of the record say so."
 _DECODE_INTRO = (
@@ -176,7 +178,7 @@ def _prompts(rows: list[Row]) -> Iterator[str]:
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {dims} | {row['dtype']} | {row['mask']} "
             f"| {row['batch']} x {row['seqlen_q']:,} | {whole_microseconds(row)} | {_rate(row)} "
-            f"| {_percent(row) if row['roof_us'] else ''} | {' | '.join(map(_rate, others))} |"
+            f"| {_percent(row) if row['roof_us'] else ''} | {' | '.join(_rate(other) or _NONE for other in others)} |"
         )
 
 
@@ -248,7 +250,7 @@ def _decode(rows: list[Row]) -> Iterator[str]:
     for row in found:
         if row["seqlen_q"] > 1 or not _records.is_plain(row):
             continue
-        others = (microseconds(peers.get((impl, *problem(row)))) for impl in impls)
+        others = (microseconds(peers.get((impl, *problem(row)))) or _NONE for impl in impls)
         yield (
             f"| {row['q_heads']}/{row['kv_heads']} | {row['head_dim']} | {row['batch']} | {row['kv_len']:,} "
             f"| {row['us']:.1f} | {terabytes(row):.2f} | {_percent(row)} | {' | '.join(others)} |"

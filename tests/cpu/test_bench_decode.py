@@ -504,7 +504,7 @@ def test_readme_and_rivals_are_written_from_a_run(dry_run, tmp_path):
 
     written = text.read_text()
     for line in (
-        "| 4/2 | 64 | 2 | 40 | 20.0 | 0.00 | 25% | 18.0 | 30.0 |  |",
+        "| 4/2 | 64 | 2 | 40 | 20.0 | 0.00 | 25% | 18.0 | 30.0 | - |",
         "- 4/2 heads of 64, 2 x 40 keys: 4 query tokens take 1.05 times as long as one.",
         "- 4/2 heads of 64, 1 x 40 keys: 20.0 us, `split_size=64` 20.0.",
         "- 4/2 heads of 64, 3 x 70 keys, lengths 3 to 70, 106 in all: 20.0 us, `balance=True` 21.0, the read roof 5.0.",

@@ -388,7 +388,7 @@ def test_readme_has_prompts_beside_peers_and_formats_side_by_side(tmp_path):
     for line in (
         "cuBLAS, product of 8192 x 8192 matrices, bf16: 109951 TFLOP/s.",
         "| 4/2 | 64 | bf16 | causal | 2 x 40 | 20 | 50 | 50% | 12 | 100 | 25 |",
-        "| 4/2 | 192/128 | bf16 | causal | 2 x 40 | 20 | 50 | 50% |  |  |  |",
+        "| 4/2 | 192/128 | bf16 | causal | 2 x 40 | 20 | 50 | 50% | - | - | - |",
         "| 4/2 | 128 | 24 | 96 | 30 | 33 | 25 | 40 | 25 | 50 | 0.75 |",
         "| 4/2 | 128 | 8 | 96 | 12 | 83 |  |  |  |  |  |",
     ):

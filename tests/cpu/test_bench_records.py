@@ -222,7 +222,7 @@ def test_readme_has_decode_with_what_the_host_takes(tmp_path):
 
     assert readme.write(text, tmp_path) == [path]
     written = text.read_text()
-    assert "| 24/4 | 256 | 1 | 8,192 | 200.0 | 5.00 | 25% |  |  |  |" in written
+    assert "| 24/4 | 256 | 1 | 8,192 | 200.0 | 5.00 | 25% | - | - | - |" in written
     assert "compiles a decode kernel in 0.7 to 0.9 s, or loads it from the cache in 31 ms." in written
     assert "A call takes 120 us of Python, 180 with a merge" in written
 

@@ -340,6 +340,11 @@ __device__ __forceinline__ Loader<K, V> make_loader(const DecodeParams& p, const
   return Loader<K, V>(p, pages, ring, w.first, w.end, begin, lane);
 }
 
+// Tiles that are loaded before Q is there. Where norms are late, a third tile waits for those of the first, so the rest
+// comes right before the loop.
+constexpr int BEFORE_Q = NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1;
+// Whether a warp may begin with its last tile: both tiles of its first step are to be loaded before the others.
+constexpr bool MAY_TURN = PLAIN_STEPS && BEFORE_Q >= 2;
 // The tiles of a warp, every NUM_WARPS-th of the split's. If the last one is not whole it comes first: then it is
 // loaded before the loop, whose loads are all plain, and no other code is needed for it. What the SM has not executed
 // before takes microseconds to get there.
@@ -353,7 +358,7 @@ struct Order {
     const int start = w.begin + warp * cfg::TILE_KV;
     is_there = start < w.end;
     const int last = start + (w.end - 1 - start) / cfg::KEYS_PER_STEP * cfg::KEYS_PER_STEP;
-    turned = PLAIN_STEPS && last > start && last + cfg::TILE_KV > w.end;
+    turned = MAY_TURN && last > start && last + cfg::TILE_KV > w.end;
     begin = turned ? last : start;
     next = turned ? start : start + cfg::KEYS_PER_STEP;
     end = turned ? last : w.end;
@@ -377,13 +382,10 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
       loader.load_v(Loader<K, V>::slot_of(i), lane);
     }
   };
-  // Where norms are late, a third tile waits for those of the first, so the rest comes right before the loop.
-  constexpr int BEFORE_Q = NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1;
-  static_assert(!PLAIN_STEPS || BEFORE_Q >= 2, "both tiles of the first step are loaded before the loop");
 #pragma unroll
   for (int i = 0; i < BEFORE_Q; ++i) {
     load(i);
-    if (PLAIN_STEPS && i == 1 && order.turned) loader.go_to(order.next, order.end, lane);
+    if (MAY_TURN && i == 1 && order.turned) loader.go_to(order.next, order.end, lane);
   }
   const auto mean_of = [&](int row) {
     return p.k_mean == nullptr ? nullptr : p.k_mean + w.kv_head_of(row) * cfg::HEAD_DIM;

@@ -14,7 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 # The same ones each time, so few do; runs by hand draw new ones.
-settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 settings.register_profile("gpu", max_examples=30, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

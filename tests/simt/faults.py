@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 _IN_CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 # Planted faults take as long as everything else on the harness.
-_STEP_OF_FAULTS = 10
+_STEP_OF_FAULTS = 15
 
 
 def selected(faults: Mapping[str, T]) -> dict[str, T]:

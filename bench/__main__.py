@@ -83,10 +83,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "command", nargs="?", default="decode",
         choices=("full", *readme.TOPICS, "splits", "tiles", "first-use", "readme", "plot", "compare"),
         help="full: the topics decode, tbq4, fp8 and prefill, one after the other; decode:"
-        " everything in 16 bits, beside FlashAttention-3 and PyTorch's attention if they are there"
+        " everything in 16 bits, beside FlashAttention-3, FlashInfer and PyTorch's attention if they are there"
         " (default); tbq4: everything in TBQ4, and its equal in 16 bits; fp8: decode"
         " on caches in fp8, and its equal in 16 bits; prefill:"
-        " prompts and chunks, beside PyTorch's attention if it is there; splits: decode for several numbers of splits;"
+        " prompts and chunks, beside the same; splits: decode for several numbers of splits;"
         " tiles: decode with other tiles; first-use: the first call of this process, as JSON (decode runs it); readme:"
         " write README's tables from the newest records, without GPU; plot: draw pictures from them, without GPU;"
         " compare: say of each case of two records whether the second is the same, faster or slower, without GPU",
@@ -202,6 +202,7 @@ def measured(options: argparse.Namespace) -> int:
             sweep(run, lambda case: [Variant(tile=tile) for tile in (None, *options.tiles.get(case.head_dim, ()))])
     finally:
         run.save()
+        run.progress.close()
     return run.finish()
 
 

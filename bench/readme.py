@@ -50,7 +50,8 @@ _DECODE_PEERS = (
     "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
     "has them, each as it is called fastest.{flashinfer}\n" + _SLOWER
 )
-_DECODE_FLASHINFER = " FlashInfer, too, on pages of 16."
+_DECODE_FLASHINFER = " FlashInfer, too, on pages of 16 and without lse."
+_COLD = "Inputs rotate past L2, CUDA-graph replay, medians."
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
     "tbq4": "![Time of decode against the context, 16 bits, TBQ4 and dequantize, then decode](docs/figures/decode.png)",
@@ -62,7 +63,7 @@ _CAPTIONS = {
 }
 _PROMPT_INTRO = (
     "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers in the same run: "
-    "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them. window:L,R: a token sees so "
+    "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them{flashinfer}. window:L,R: a token sees so "
     "many keys before and after its own."
 )
 _CHUNK_INTRO = (
@@ -201,7 +202,13 @@ def _chunks(rows: list[Row]) -> Iterator[str]:
 
 
 def _prefill(rows: list[Row]) -> Iterator[str]:
-    yield from ("### Prefill", "", _PROMPT_INTRO, "", *_prompts(rows))
+    yield from (
+        "### Prefill",
+        "",
+        _PROMPT_INTRO.format(flashinfer=", and FlashInfer (without lse)" if "flashinfer" in peers_of(rows) else ""),
+        "",
+        *_prompts(rows),
+    )
     if product := next((row for row in rows if row["impl"] == "cublas"), None):
         text = f"cuBLAS, {product['note'].split(';')[0]}, {product['dtype']}: {_rate(product)} TFLOP/s."
         if any(row["dtype"] == "fp32" for row in rows):
@@ -257,7 +264,11 @@ def _decode(rows: list[Row]) -> Iterator[str]:
         )
     if lines := [*_drafts(found), *_options(found), *_warm(found)]:
         yield from ("", *lines)
-    yield from ("", "Inputs rotate past L2, CUDA-graph replay, medians.", *_host(rows))
+    yield from (
+        "",
+        "All other inputs rotate past L2, CUDA-graph replay, medians." if any(map(is_warm, found)) else _COLD,
+        *_host(rows),
+    )
 
 
 def _drafts(found: list[Row]) -> Iterator[str]:

@@ -229,7 +229,9 @@ class Run:
         beside : Beside, optional
         """
         for case in selected:
-            sets, notes = (1, ()) if case.warm else self.sets(case.cache_bytes)
+            sets, notes = self.sets(case.cache_bytes)
+            if case.warm:
+                sets, notes = 1, ()
             if sets == 0:
                 self.progress.say(f"{case.name}: skipped, its caches of {case.cache_bytes / 1e9:.1f} GB do not fit")
             elif variants := variants_of(case):

@@ -45,6 +45,8 @@ class Sampling:
 FULL = Sampling()
 QUICK = Sampling(at_least=5, at_most=5, sample_us=2000.0, patience_s=0.0)
 _MOST_DOUBLINGS = 3
+# What is left of the patience that is no pause any more.
+_SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,8 @@ def sample(
     in_a_row, patience_s = 0, sampling.patience_s
     while True:
         us = measure()
-        if clock is not None and clock.fell and patience_s > 0:
-            pause_s = sampling.pause_s * 2 ** min(in_a_row, _MOST_DOUBLINGS)
+        if clock is not None and clock.fell and patience_s > _SHORTEST_S:
+            pause_s = min(sampling.pause_s * 2 ** min(in_a_row, _MOST_DOUBLINGS), patience_s)
             pause(pause_s)
             patience_s -= pause_s
             left_out.append(us)

@@ -346,8 +346,8 @@ constexpr int BEFORE_Q = NORMS_ARE_LATE<K, V> ? 2 : cfg::NUM_STAGES - 1;
 // Whether a warp may begin with its last tile: both tiles of its first step are to be loaded before the others.
 constexpr bool MAY_TURN = PLAIN_STEPS && BEFORE_Q >= 2;
 // The tiles of a warp, every NUM_WARPS-th of the split's. If the last one is not whole it comes first: then it is
-// loaded before the loop, whose loads are all plain, and no other code is needed for it. What the SM has not executed
-// before takes microseconds to get there.
+// loaded before the loop, whose loads are then plain but where another tile is not whole. Code that the SM has not
+// executed before takes microseconds to get there.
 struct Order {
   int begin;  // of the first one
   bool is_there;
@@ -497,8 +497,8 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, Sme
     }
     if constexpr (V::NORMS > 0) {
       if (!PLAIN && masked) {
-        // A hidden row's norm may be anything, and zero times infinity is NaN. What no row sees is zeros, with such a
-        // norm.
+        // A hidden row's norm may be anything, and zero times infinity is NaN. Keys that no row sees are loaded as
+        // zeros with norms of zero, so that a plain step needs none of this.
 #pragma unroll
         for (int n = 0; n < cfg::ROW_TILES; ++n) {
 #pragma unroll

@@ -209,7 +209,8 @@ struct Stream {
   }
 };
 
-// Fills the ring of one warp, whose tiles are every NUM_WARPS-th of those from `begin` on.
+// Fills the ring of one warp, whose tiles are every NUM_WARPS-th of those from `begin` on, or from
+// where go_to says.
 template <class K, class V>
 struct Loader {
   Stream<K, true> k;
@@ -280,8 +281,8 @@ struct Loader {
   __device__ __forceinline__ bool is_whole(int position, int slot) const {
     return position >= first && position + cfg::TILE_KV <= end && slot + cfg::TILE_KV <= pages.size();
   }
-  // Whether the two tiles that a step loads are whole, or past the last. So the last steps of a warp, which load none,
-  // are plain too: what is rarely needed would first have to be fetched as code, for a step that takes 2 us.
+  // Whether the two tiles that a step loads are whole, or past the last. So the last steps of a warp, which lack one
+  // to load, are plain too: what is rarely needed would first have to be fetched as code, for a step that takes 2 us.
   __device__ __forceinline__ bool next_are_plain() const {
     const auto is_plain = [&](int position) { return position >= end || is_whole(position, pages.slot(position)); };
     if constexpr (LOADS_K<true>) {

@@ -164,3 +164,18 @@ def test_a_column_is_there_where_there_are_rows():
     head, rule = readme._with_peers(("| us |", "|---|"), rows.peers_of(with_it), " us")
     assert head == "| us | FA3 us | cuDNN us | FA2 us | FlashInfer us |"
     assert rule == "|---|---|---|---|---|"
+
+
+def test_a_compiler_that_is_missing_leaves_a_peer_out(peer):
+    def broken():
+        message = "No such file or directory: 'ninja'"
+        raise FileNotFoundError(message)
+
+    class Torch:
+        def free(self):
+            peer.free()
+
+    found, why = peers.timed(Torch(), lambda _: {"": [broken]}, print, None)
+    assert found == {}
+    assert [reason.split(" left out: ")[0] for reason in why] == list(peers.IMPLS)
+    assert all("FileNotFoundError" in reason for reason in why)

@@ -63,8 +63,8 @@ _CAPTIONS = {
 }
 _PROMPT_INTRO = (
     "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers in the same run: "
-    "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them{flashinfer}. window:L,R: a token sees so "
-    "many keys before and after its own."
+    "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them{flashinfer}. "
+    "window:L,R: a token sees so many keys before and after its own."
 )
 _CHUNK_INTRO = (
     "Chunks of a prompt, or new turns of a conversation: one sequence whose new tokens attend to a cache of all, "

@@ -50,7 +50,7 @@ _DECODE_PEERS = (
     "So are the peers, on the same caches: FlashAttention-3, and cuDNN (without lse) and FlashAttention-2 as PyTorch "
     "has them, each as it is called fastest.{flashinfer}\n" + _SLOWER
 )
-_DECODE_FLASHINFER = " FlashInfer, too, on pages of 16 and without lse."
+_DECODE_FLASHINFER = " FlashInfer, too, on the caches seen as pages and without lse."
 _COLD = "Inputs rotate past L2, CUDA-graph replay, medians."
 # Above the tables; what is drawn says bench/plot_data.py.
 _PICTURES = {
@@ -64,7 +64,7 @@ _CAPTIONS = {
 _PROMPT_INTRO = (
     "Whole prompts, lse included. TFLOP/s count the products of visible keys only, here and for peers in the same run: "
     "FlashAttention-3,\nand cuDNN (without lse) and FlashAttention-2 as PyTorch has them{flashinfer}. "
-    "window:L,R: a token sees so many keys before and after its own."
+    "window:L,R: a token sees so many keys before and after its own.\n" + _SLOWER
 )
 _CHUNK_INTRO = (
     "Chunks of a prompt, or new turns of a conversation: one sequence whose new tokens attend to a cache of all, "

@@ -317,7 +317,6 @@ class Run:
         if record.clocks_fell(self.env["clocks_before"], self.env["clocks_after"]):
             self.rows = [replace(line, notes=(*line.notes, "clocks fell")) for line in self.rows]
         self.save()
-        self.progress.close()
         prefill = self.options.command == "prefill"
         print(record.heading(self.env, prefill_record.ROOF) if prefill else record.heading(self.env))
         print(self.table([line for line in self.rows if line.impl not in ("read", "copy")]))
